@@ -30,9 +30,6 @@ _STORED_SLOTS = (
 )  # fmt: skip
 _REMOVED_SLOTS = ("block_hashes", "medium", "group_idx")
 _SLOTS = {"BlockStored": _STORED_SLOTS, "BlockRemoved": _REMOVED_SLOTS, "AllBlocksCleared": ()}
-_BARE_MEDIA_SLOTS = 8
-"""An array event with exactly this many slots is vLLM 0.17–0.19, where media identifiers may come without offsets."""
-
 _RFC1527 = {"stored": "BlockStored", "removed": "BlockRemoved", "cleared": "AllBlocksCleared"}
 
 _raw_list = msgspec.msgpack.Decoder(list[msgspec.Raw])
@@ -217,7 +214,7 @@ def _array_event(value: list[Any], limits: Limits) -> Event:
         metadata = fields.pop("lora_name")
         fields |= {k: metadata[k] for k in ("cache_salt", "session_id") if k in metadata}
     extra = len(body) > len(slots) and tag != "AllBlocksCleared"
-    return _tagged(tag, fields, limits, ("extra_positions",) if extra else (), len(body) == _BARE_MEDIA_SLOTS)
+    return _tagged(tag, fields, limits, ("extra_positions",) if extra else ())
 
 
 def _map_event(value: dict[Any, Any], limits: Limits) -> Event:
@@ -229,7 +226,7 @@ def _map_event(value: dict[Any, Any], limits: Limits) -> Event:
     if tag not in _SLOTS:
         medium = value.get("medium")
         return Unknown(tag, medium if isinstance(medium, str) else None)
-    return _tagged(tag, _with_rfc1527(value) if "event_type" in value else value, limits, (), False)
+    return _tagged(tag, _with_rfc1527(value) if "event_type" in value else value, limits, ())
 
 
 def _rfc1527_event(value: dict[Any, Any], limits: Limits) -> Event:
@@ -238,7 +235,7 @@ def _rfc1527_event(value: dict[Any, Any], limits: Limits) -> Event:
         raise _BadEvent("tag", f"event_type is {type(event_type).__name__}, expected a string")
     if event_type not in _RFC1527:
         return Unknown(event_type)
-    return _tagged(_RFC1527[event_type], _with_rfc1527(value), limits, ("rfc1527",), False)
+    return _tagged(_RFC1527[event_type], _with_rfc1527(value), limits, ("rfc1527",))
 
 
 def _with_rfc1527(value: dict[Any, Any]) -> dict[Any, Any]:
@@ -255,9 +252,9 @@ def _with_rfc1527(value: dict[Any, Any]) -> dict[Any, Any]:
     return fields
 
 
-def _tagged(tag: str, fields: dict[Any, Any], limits: Limits, warn: tuple[str, ...], bare: bool) -> Event:
+def _tagged(tag: str, fields: dict[Any, Any], limits: Limits, warn: tuple[str, ...]) -> Event:
     if tag == "BlockStored":
-        return _stored(fields, limits, warn, bare)
+        return _stored(fields, limits, warn)
     if tag == "BlockRemoved":
         return _removed(fields, limits, warn)
     return Cleared(
@@ -274,7 +271,7 @@ def _removed(fields: dict[Any, Any], limits: Limits, warn: tuple[str, ...]) -> R
     )  # fmt: skip
 
 
-def _stored(fields: dict[Any, Any], limits: Limits, warn: tuple[str, ...], bare: bool) -> Stored:
+def _stored(fields: dict[Any, Any], limits: Limits, warn: tuple[str, ...]) -> Stored:
     hashes = _hashes(fields.get("block_hashes"), limits)
     parent = None if fields.get("parent_block_hash") is None else _hash(fields["parent_block_hash"])
     tokens, pairs, strings = _tokens(fields.get("token_ids"), limits)
@@ -299,7 +296,7 @@ def _stored(fields: dict[Any, Any], limits: Limits, warn: tuple[str, ...], bare:
         hashes=hashes, parent=parent, tokens=tokens, block_size=block_size, medium=_text(fields, "medium"),
         dense=dense, eagle=pairs, group=_index(fields, "group_idx"), spec_kind=_text(fields, "kv_cache_spec_kind"),
         sliding_window=_index(fields, "kv_cache_spec_sliding_window"), lora_id=_lora_id(fields.get("lora_id")),
-        lora_name=lora_name, cache_salt=_text(fields, "cache_salt"), extra=extra, bare_media=bare,
+        lora_name=lora_name, cache_salt=_text(fields, "cache_salt"), extra=extra,
         locality=_text(fields, "locality"), session_id=_text(fields, "session_id"),
         lookahead=_lookahead(fields.get("lookahead_token_ids")), mm_keys=fields.get("mm_keys"),
         block_mm_infos=fields.get("block_mm_infos"), tenant_id=_text(fields, "tenant_id"),

@@ -84,8 +84,6 @@ class Stored(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     lora_name: str | None = None
     cache_salt: str | None = None
     extra: tuple[BlockExtra | None, ...] | None = None
-    bare_media: bool = False
-    """Strings in ``extra`` may be media identifiers without offsets (vLLM 0.17 and 0.18)."""
     locality: str | None = None
     session_id: str | None = None
     lookahead: list[list[int]] | None = None

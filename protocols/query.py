@@ -147,6 +147,7 @@ class WorkerScore(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     tier_tokens: dict[TierName, int]
     trust: Trust
     predicted_tokens: int = 0
+    predicted_bytes: int = 0
     zero_reason: ZeroReason | None = None
 
 

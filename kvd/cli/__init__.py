@@ -1,0 +1,1 @@
+"""The command line: nouns and verbs over the client library."""

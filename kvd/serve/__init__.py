@@ -1,0 +1,1 @@
+"""Queries reach the core."""

@@ -1,0 +1,3 @@
+from kvd.cli.main import main
+
+main()

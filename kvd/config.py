@@ -1,0 +1,249 @@
+"""The daemon's settings: one table, from which file, environment and command line are read and documented.
+
+Each setting is a field of a frozen struct with its type, bounds, default and a sentence. Precedence: default < file <
+``KVD_<SECTION>_<KEY>`` < command line. Unknown keys are refused; every error names file, key, value and remedy.
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_type_hints
+
+import msgspec
+from msgspec import Meta
+
+from kvd.core.stream import Policy
+from kvd.ingest.endpoints import validate
+from kvd.ingest.zmq import ZmqOptions
+from protocols.errors import ConfigError
+from protocols.limits import Limits as DecodeLimits
+from protocols.query import Limits as QueryLimits
+from protocols.query import WorkerSpec
+
+ENV_PREFIX = "KVD_"
+
+Seconds = Annotated[float, Meta(gt=0, le=86_400)]
+Count = Annotated[int, Meta(ge=1, le=1 << 40)]
+Bytes = Annotated[int, Meta(ge=1024, le=1 << 32)]
+
+
+def doc(text: str) -> Meta:
+    """A setting's sentence."""
+    return Meta(description=text)
+
+
+class QuerySettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Where and what clients may ask."""
+
+    endpoint: Annotated[str, doc("Query socket; empty: kvd.sock in the runtime directory.")] = ""
+    socket_mode: Annotated[int, Meta(ge=0, le=0o777), doc("File mode of an ipc socket.")] = 0o660
+    insecure: Annotated[bool, doc("Allow a TCP address that others can reach, without authentication.")] = False
+    message_bytes: Annotated[Bytes, doc("Largest request.")] = 32 << 20
+    plans_per_request: Annotated[Count, doc("Plans in one Score.")] = 256
+    tokens_per_plan: Annotated[Count, doc("Tokens (or characters of text) in one plan.")] = 4 << 20
+    in_flight_per_client: Annotated[Count, doc("Requests a client may have waiting.")] = 1024
+
+
+class IngestSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Engine streams: deadlines, repair and socket options."""
+
+    connect_timeout: Annotated[Seconds, doc("Without a handshake for this long a stream is silent.")] = 5.0
+    replay_timeout: Annotated[Seconds, doc("A replay attempt without progress ends after this.")] = 2.0
+    replay_total: Annotated[Seconds, doc("All attempts of one replay together.")] = 30.0
+    replay_attempts: Annotated[Count, doc("Attempts of one replay.")] = 3
+    probe_interval: Annotated[Seconds, doc("A stream quiet for this long is asked for a lost tail.")] = 10.0
+    held_messages: Annotated[Count, doc("Live messages held back during a replay.")] = 20_000
+    receive_high_water_mark: Annotated[Count, doc("Messages libzmq may queue per stream.")] = 100_000
+    max_message_bytes: Annotated[Bytes, doc("Largest message of an engine.")] = 64 << 20
+
+    def policy(self) -> Policy:
+        return Policy(**{name: getattr(self, name) for name in _shared(self, Policy)})
+
+    def options(self) -> ZmqOptions:
+        return ZmqOptions(**{name: getattr(self, name) for name in _shared(self, ZmqOptions)})
+
+    def limits(self) -> DecodeLimits:
+        return DecodeLimits(payload_bytes=self.max_message_bytes)
+
+
+class IndexSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What may be kept in memory."""
+
+    max_blocks: Annotated[
+        Count, doc("Blocks of one model over all ranks; beyond it stores are refused, and said so.")
+    ] = 16_000_000
+    max_workers: Annotated[Count, doc("Worker-ranks.")] = 4096
+    routed_entries: Annotated[Count, doc("Predicted keys.")] = 1_000_000
+    routed_ttl_ms: Annotated[Count, doc("How long a routed prompt is predicted.")] = 2_000
+    text_ttl_ms: Annotated[Count, doc("How long routed text is predicted.")] = 120_000
+
+
+class LogSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What is written to stderr."""
+
+    level: Annotated[Literal["debug", "info", "warning", "error"], doc("Least severity that is written.")] = "info"
+
+
+class Config(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything the daemon is told."""
+
+    query: QuerySettings = QuerySettings()
+    ingest: IngestSettings = IngestSettings()
+    index: IndexSettings = IndexSettings()
+    log: LogSettings = LogSettings()
+    workers: tuple[WorkerSpec, ...] = ()
+
+    @property
+    def endpoint(self) -> str:
+        """The query endpoint in force."""
+        return self.query.endpoint or default_endpoint()
+
+    def query_limits(self) -> QueryLimits:
+        return QueryLimits(**{name: getattr(self.query, name) for name in _shared(self.query, QueryLimits)})
+
+
+SECTIONS: dict[str, type[msgspec.Struct]] = {
+    "query": QuerySettings, "ingest": IngestSettings, "index": IndexSettings, "log": LogSettings,
+}  # fmt: skip
+
+
+class Setting(msgspec.Struct, frozen=True):
+    """One row of the table."""
+
+    section: str
+    key: str
+    type: Any
+    default: object
+    description: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.section}.{self.key}"
+
+    @property
+    def env(self) -> str:
+        return f"{ENV_PREFIX}{self.section}_{self.key}".upper()
+
+
+def settings() -> Iterator[Setting]:
+    """Every scalar setting, in file order."""
+    for section, struct in SECTIONS.items():
+        hints = get_type_hints(struct, include_extras=True)
+        for field in msgspec.structs.fields(struct):
+            metas = getattr(hints[field.name], "__metadata__", ())
+            text = next((meta.description for meta in metas if meta.description), "")
+            yield Setting(section, field.name, hints[field.name], field.default, text)
+
+
+def _shared(values: msgspec.Struct, target: type[msgspec.Struct]) -> list[str]:
+    return [field.name for field in msgspec.structs.fields(target) if hasattr(values, field.name)]
+
+
+# --- reading ---------------------------------------------------------------------------------------------------------
+
+
+class Loaded(msgspec.Struct, frozen=True):
+    """A configuration and where each setting's value came from."""
+
+    config: Config
+    origins: dict[str, str]
+
+
+def load(
+    path: Path | None = None, *, env: Mapping[str, str] | None = None, overrides: Mapping[str, str] | None = None
+) -> Loaded:
+    """Read and check everything. Raises :class:`ConfigError`."""
+    table = {setting.name: setting for setting in settings()}
+    values: dict[str, dict[str, object]] = {section: {} for section in SECTIONS}
+    origins = dict.fromkeys(table, "default")
+    raw = {} if path is None else _read_toml(path)
+    workers = _workers(raw.pop("workers", []), str(path))
+    for name, value, origin, text in _given(raw, str(path), os.environ if env is None else env, overrides or {}):
+        setting = table.get(name)
+        if setting is None:
+            raise ConfigError(name, value, "a known setting", origin=origin, remedy="`kvd config show` lists them")
+        values[setting.section][setting.key] = _converted(setting, value, origin, text=text)
+        origins[name] = origin
+    parts: dict[str, Any] = {section: SECTIONS[section](**given) for section, given in values.items()}
+    return Loaded(_checked(Config(**parts, workers=workers), origins), origins)
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError("config", str(path), f"a readable file ({error})") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError("config", str(path), f"TOML ({error})") from None
+
+
+def _given(
+    raw: dict[str, Any], origin: str, env: Mapping[str, str], overrides: Mapping[str, str]
+) -> Iterator[tuple[str, object, str, bool]]:
+    """(name, value, origin, whether it is text to convert), lowest precedence first."""
+    for section, entries in raw.items():
+        if not isinstance(entries, dict):
+            raise ConfigError(section, entries, f"a table: one of {', '.join(SECTIONS)}", origin=origin)
+        for key, value in entries.items():
+            yield f"{section}.{key}", value, origin, False
+    names = {setting.env: setting.name for setting in settings()}
+    for variable, text in env.items():
+        if variable in names:
+            yield names[variable], text, variable, True
+        elif variable.startswith(ENV_PREFIX):
+            raise ConfigError(variable, text, "a known setting", origin="environment", remedy="see `kvd config show`")
+    for name, text in overrides.items():
+        yield name, text, "command line", True
+
+
+def _converted(setting: Setting, value: object, origin: str, *, text: bool) -> object:
+    try:
+        return msgspec.convert(value, setting.type, strict=not text)
+    except msgspec.ValidationError as error:
+        remedy = f"default {setting.default!r}: {setting.description}"
+        raise ConfigError(setting.name, value, str(error), origin=origin, remedy=remedy) from None
+
+
+def _workers(raw: object, origin: str) -> tuple[WorkerSpec, ...]:
+    if not isinstance(raw, list):
+        raise ConfigError("workers", raw, "[[workers]] tables", origin=origin)
+    specs: dict[str, WorkerSpec] = {}
+    for number, entry in enumerate(raw):
+        try:
+            spec = msgspec.convert(entry, WorkerSpec)
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"workers[{number}]", entry, str(error), origin=origin) from None
+        if spec.name in specs:
+            raise ConfigError(f"workers[{number}].name", spec.name, "a name of its own", origin=origin)
+        specs[spec.name] = validate(spec, origin)
+    return tuple(specs.values())
+
+
+def _checked(config: Config, origins: Mapping[str, str]) -> Config:
+    endpoint, origin = config.endpoint, origins["query.endpoint"]
+    scheme, _, address = endpoint.partition("://")
+    if scheme not in ("ipc", "tcp") or not address:
+        raise ConfigError("query.endpoint", endpoint, "ipc://path or tcp://host:port", origin=origin)
+    host = address.rpartition(":")[0]
+    if scheme == "tcp" and host not in ("127.0.0.1", "[::1]", "localhost") and not config.query.insecure:
+        remedy = "bind loopback or ipc, or write query.insecure = true"
+        raise ConfigError("query.endpoint", endpoint, "an address only this host reaches", origin=origin, remedy=remedy)
+    return config
+
+
+def default_endpoint() -> str:
+    """The query socket where none is configured: in the service's, the user's, or a private temporary directory."""
+    for variable in ("RUNTIME_DIRECTORY", "XDG_RUNTIME_DIR"):
+        directory = os.environ.get(variable)
+        if directory:
+            return f"ipc://{directory.split(':')[0]}/kvd.sock"
+    return f"ipc:///tmp/kvd-{os.getuid()}/kvd.sock"
+
+
+def default_path() -> Path | None:
+    """The configuration file where none is named, if it exists."""
+    candidates = [Path(os.environ.get("CONFIGURATION_DIRECTORY", "/etc/kvd").split(":")[0]) / "kvd.toml"]
+    return next((path for path in candidates if path.is_file()), None)

@@ -147,5 +147,5 @@ class Monitor:
         return True
 
     def close(self) -> None:
-        self._source.detach()
+        self._source.close()
         self._watched.disable_monitor()

@@ -268,7 +268,7 @@ def decode_request(payload: bytes) -> AnyRequest:
     try:
         return _requests.decode(payload)
     except msgspec.ValidationError as error:
-        code = "unknown_request" if "$.type" in str(error) else "malformed"
+        code = "unknown_request" if "$.type" in str(error) or "`type`" in str(error) else "malformed"
         raise WireError(code, str(error)) from None
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise WireError("malformed", str(error)) from None

@@ -25,7 +25,11 @@ class Client(BlockingCalls):
         self._ids = itertools.count(1)
         self._lock = threading.Lock()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket = dealer(self._context, endpoint)
+        try:
+            self._socket = dealer(self._context, endpoint)
+        except Unreachable:
+            self._context.term()
+            raise
 
     def __enter__(self) -> Self:
         return self

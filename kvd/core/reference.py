@@ -14,7 +14,7 @@ import msgspec
 
 from kvd.core.residency import Bounds, Budget, Outcome, Residency
 from kvd.core.tree import KeySequence, Tree, Window
-from protocols.events import Event, Tier
+from protocols.events import Event, Stored, Tier
 from protocols.media import Scheme
 
 DEFAULT_MAX_BLOCKS = 16_000_000
@@ -94,7 +94,22 @@ class ReferenceIndex:
 
     def apply(self, rank: int, event: Event) -> Outcome:
         """Apply one event of the rank. O(blocks in the event), plus what coverage it changes below them."""
+        if isinstance(event, Stored):
+            self._make_room(len(event.hashes))
         return self._ranks[rank].apply(event)
+
+    def _make_room(self, wanted: int) -> None:
+        """Before a store is refused, dropped lifetimes go and then blocks that are only remembered."""
+        lacking = self._budget.used + wanted - self._budget.limit
+        if lacking <= 0:
+            return
+        before = self._budget.used
+        self.sweep(lacking)
+        lacking -= before - self._budget.used
+        for residency in self._ranks.values():
+            if lacking <= 0:
+                return
+            lacking -= residency.forget_remembered(lacking)
 
     def windows(self, rank: int) -> dict[Window, int]:
         """How the rank cuts tokens into blocks, with how many blocks of each kind it knows."""

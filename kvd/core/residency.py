@@ -77,12 +77,13 @@ class Content:
 class Block:
     """One engine hash of the indexed group. ``node``: its content; ``content``: announced, but not linked yet."""
 
-    __slots__ = ("content", "copies", "hash", "node")
+    __slots__ = ("content", "copies", "hash", "node", "window")
 
     def __init__(self, hash_: int) -> None:
         self.hash = hash_
         self.copies: Copies = no_copies()
         self.node: Node | None = None
+        self.window: Window | None = None
         self.content: Content | None = None
 
     @property
@@ -246,8 +247,16 @@ class Residency:
     def dismantle(self, limit: int) -> bool:
         """Undo up to ``limit`` blocks; True once nothing is left. The rank must no longer be asked about."""
         for _ in range(min(limit, len(self.blocks))):
-            self._forget(next(iter(self.blocks.values())))
+            _, block = self.blocks.popitem()  # O(1), where the first entry costs the dict's deleted ones
+            self._bury(block)
         return not self.blocks
+
+    def forget_remembered(self, limit: int) -> int:
+        """Forget up to ``limit`` blocks that have no copies, oldest first; how many there were."""
+        count = min(limit, len(self.remembered))
+        for _ in range(count):
+            self._forget(next(iter(self.remembered.values())))
+        return count
 
     # --- content -----------------------------------------------------------------------------------------------------
 
@@ -304,7 +313,7 @@ class Residency:
             node = self._node(block, content)
             if node is None:
                 continue
-            self._tie(block, node)
+            self._tie(block, content, node)
             ready.extend((child, child.content) for child in self.waiting.pop(block.hash, ()) if child.content)
 
     def _node(self, block: Block, content: Content) -> Node | None:
@@ -314,8 +323,7 @@ class Residency:
             return self._tree_node(None, space, content)
         above = self.blocks.get(content.parent)
         if above is None or above.node is None:
-            if block.node is None or block.node.local != local_hash(content.body, block.node.space.seed):
-                self._wait(block, content)
+            self._wait(block, content)
             return None
         space = above.node.space
         if content.lora != space.lora or content.salt not in (None, space.salt):
@@ -329,7 +337,7 @@ class Residency:
     def _tree_node(self, parent: Node | None, space: Space, content: Content) -> Node:
         local = local_hash(content.body, space.seed)
         key = chain(None if parent is None else parent.key, local)
-        return self.tree.node(key, local, parent, content.window, space)
+        return self.tree.node(key, local, parent, space)
 
     def _space(self, lora: str | None, salt: str | None) -> Space:
         space = self.spaces.get((lora, salt))
@@ -340,9 +348,9 @@ class Residency:
         return space
 
     def _wait(self, block: Block, content: Content) -> None:
-        waits = block.content
-        if block.node is not None or (
-            waits is not None and (waits.parent, waits.body) != (content.parent, content.body)
+        node = block.node
+        if _differs(block.content, content) or (
+            node is not None and node.local != local_hash(content.body, node.space.seed)
         ):
             self._reuse(block)
         self._untie(block)
@@ -363,16 +371,16 @@ class Residency:
             if not siblings and content is not None and content.parent is not None:
                 del self.waiting[content.parent]
 
-    def _tie(self, block: Block, node: Node) -> None:
+    def _tie(self, block: Block, content: Content, node: Node) -> None:
         if block.node is node:
             return
-        if block.node is not None:
+        if block.node is not None or _differs(block.content, content):
             self._reuse(block)
         node.pins += 1
         self._untie(block)
-        block.node = node
+        block.node, block.window = node, content.window
         self.names.setdefault(node, []).append(block)
-        self.windows[node.window] += 1
+        self.windows[content.window] += 1
         self._hold(block)
 
     def _reuse(self, block: Block) -> None:
@@ -384,18 +392,19 @@ class Residency:
         """Undo what the block is tied to or waits for; its copies stay."""
         if block.content is not None:
             self._unwait(block)
-        node, block.node = block.node, None
-        if node is None:
+        node, window = block.node, block.window
+        if node is None or window is None:
             return
+        block.node = block.window = None
         names = self.names[node]
         names.remove(block)
         if not names:
             del self.names[node]
         self._hold_node(node)
         node.pins -= 1
-        self.windows[node.window] -= 1
-        if not self.windows[node.window]:
-            del self.windows[node.window]
+        self.windows[window] -= 1
+        if not self.windows[window]:
+            del self.windows[window]
         self.tree.release(node)
 
     def _hold(self, block: Block) -> None:
@@ -419,9 +428,12 @@ class Residency:
             self._forget(next(iter(self.remembered.values())))
 
     def _forget(self, block: Block) -> None:
+        del self.blocks[block.hash]
+        self._bury(block)
+
+    def _bury(self, block: Block) -> None:
         self._untie(block)
         self.remembered.pop(block.hash, None)
-        del self.blocks[block.hash]
         self.budget.used -= 1
 
     # --- questions ---------------------------------------------------------------------------------------------------
@@ -430,8 +442,9 @@ class Residency:
         """How many of the blocks of ``path``, all of which this rank covers, a hybrid model can reuse."""
         if not self.groups.tracked or not path:
             return len(path)
-        names = [[block.hash for block in self.names[node]] for node in path]
-        return self.groups.usable(names, path[0].window[0], level)
+        blocks = [self.names[node] for node in path]
+        block_size = (blocks[0][0].window or (1, False))[0]
+        return self.groups.usable([[block.hash for block in names] for names in blocks], block_size, level)
 
     def check(self) -> list[str]:
         """Every invariant that is broken, in words. O(blocks of the rank)."""
@@ -444,7 +457,7 @@ class Residency:
             for tier in Tier
             if bool(node.held[tier] & self.bit) != (min_tier is not None and min_tier <= tier)
         ]
-        windows = Counter(block.node.window for block in self.blocks.values() if block.node is not None)
+        windows = Counter(block.window for block in self.blocks.values() if block.window is not None)
         if windows != self.windows:
             faults.append(f"slot {self.slot}: windows {dict(self.windows)}, expected {dict(windows)}")
         return faults
@@ -455,12 +468,18 @@ class Residency:
             yield f"{name} has copies {block.copies}"
         if block.node is not None and block not in self.names.get(block.node, ()):
             yield f"{name} is tied to a node that does not name it"
+        if (block.node is None) != (block.window is None):
+            yield f"{name} is tied to {block.node and hex(block.node.key)} with window {block.window}"
         if block.node is not None and block.content is not None:
             yield f"{name} is both tied and waiting"
         if (block.content is not None) != (block.hash in self.unlinked):
             yield f"{name} waits without being counted as unlinked"
         if (block.hash in self.remembered) != (not any(block.copies)):
             yield f"{name} has copies {block.copies} and is {'' if any(block.copies) else 'not '}remembered"
+
+
+def _differs(waits: Content | None, content: Content) -> bool:
+    return waits is not None and (waits.parent, waits.body) != (content.parent, content.body)
 
 
 def _body(event: Stored, index: int, extra: BlockExtra | None) -> bytes:

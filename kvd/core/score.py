@@ -77,7 +77,7 @@ def score_keys(
 
 
 def _answer(fleet: Fleet, model: str, basis: Basis, prompt_tokens: int, scores: list[WorkerScore]) -> Answer:
-    unknown = model not in fleet.indexes
+    unknown = all(spec.model != model for spec in fleet.workers.values())
     return Answer(
         model=model, basis=basis, prompt_tokens=prompt_tokens, workers=scores,
         zero_reason="unknown_model" if unknown else None,
@@ -132,7 +132,8 @@ def _predicted(fleet: Fleet, member: Member, overlap: Overlap, now: float) -> in
 
 def _zero_reason(asked: Asked, member: Member, overlap: Overlap, trust: Trust) -> ZeroReason:
     if overlap.block_size is None:  # nothing of this lifetime was ever indexed
-        if "skipped_block_size_mismatch" in member.index.counters(member.handle):
+        cut_otherwise = bool(member.index.windows(member.handle))  # only keys computed elsewhere meet this
+        if cut_otherwise or "skipped_block_size_mismatch" in member.index.counters(member.handle):
             return "block_size_mismatch"
         if trust.state == "incomplete":
             return "incomplete"

@@ -293,10 +293,11 @@ class Stream:
         if message.seq < expected:
             self._overlapping(message, replay, now)
             return
-        if message.seq > expected and first and replay.purpose is Purpose.VERIFY:
+        unproven = first and self.last is not None  # the last known message was asked for, and did not come
+        if unproven and replay.purpose is Purpose.VERIFY:
             self._new_lifetime("lifetime cannot be proven", None, now)
             return
-        if message.seq > expected:
+        if unproven or message.seq > expected:
             self._lose(expected, message.seq - expected, "history_lost")
         replay.progress = now
         self._count("replayed")
@@ -310,11 +311,18 @@ class Stream:
             return
         if digest == message.digest:
             replay.proven = True
+            self._advance(now)
             return
         self._new_lifetime("another payload at a known sequence", None, now)
 
     def _advance(self, now: float) -> None:
-        """Apply what is held as far as it now follows; done when nothing is left to wait for."""
+        """Apply what is held as far as it now follows; done when nothing is left to wait for.
+
+        Not before a doubted lifetime is proven: what is held may be another one's.
+        """
+        replay = self._replay
+        if replay is not None and replay.purpose is Purpose.VERIFY and not replay.proven:
+            return
         had = bool(self._held)
         while self._held and self._held[0].seq <= self._expected:
             message = self._held.popleft()
@@ -323,8 +331,7 @@ class Stream:
             elif not self._is_repeat(message):
                 self._new_lifetime("another payload at a known sequence", None, now)
                 return
-        verified = self._replay is None or self._replay.purpose is not Purpose.VERIFY or self._replay.proven
-        if had and not self._held and verified:
+        if had and not self._held:
             self._finish(now)
 
     def _replay_ended(self, given: ReplayEnded, now: float) -> None:
@@ -332,11 +339,14 @@ class Stream:
         replay = self._replay
         if replay is None:
             return
+        if replay.purpose is Purpose.VERIFY and not replay.proven:
+            self._new_lifetime("lifetime cannot be proven", None, now)
+            return
         if not replay.seen and self.last is not None:
-            if replay.purpose is Purpose.VERIFY:  # a publisher that knew the last message would have sent it
+            self._count("replay_without_history")
+            if replay.purpose is Purpose.PROBE:  # a publisher that knew the last message would have sent it
                 self._new_lifetime("replay does not know the last message", None, now)
                 return
-            self._count("replay_without_history")
         if self.last is None and not self._held:
             self.confirmed = True  # asked from 0, told there is nothing: it holds nothing
         self._current_at = now
@@ -365,7 +375,8 @@ class Stream:
         expected = self._expected
         if replay is not None and replay.purpose is Purpose.PROBE:
             self._end_replay()
-            self._enter(State.SILENT, now)
+            heard = self.heard_at is not None and self.heard_at > replay.begun  # its replay is dead, not the stream
+            self._enter(self._settled() if heard else State.SILENT, now)
             return
         begins_here = self.last is None and bool(self._held) and self._held[0].seq == 0
         if not begins_here:
@@ -411,7 +422,7 @@ class Stream:
     def _judge(self, seq: int, batch: Batch) -> None:
         """A clear makes a lifetime whole; an unreadable event, or a clear of unknown scope, leaves it in doubt."""
         for event in batch.events:
-            if isinstance(event, Cleared) and event.medium is None and event.backend_id is None:
+            if isinstance(event, Cleared) and event.medium == event.backend_id == event.tenant_id is None:
                 self.loss = None
             elif isinstance(event, Bad):
                 self._lose(seq, 0, f"bad_event_{event.error}")
@@ -439,8 +450,7 @@ class Stream:
         self.last = self.last_ts = self.loss = None
         self.confirmed = False
         self._evidence.clear()
-        if first is not None:
-            self._held = deque([first])
+        self._held = deque() if first is None else deque([first])  # the replay brings again what is dropped here
         if first is not None and first.seq == 0:
             self._finish(now)
         elif self.replayable and self._connected:

@@ -41,14 +41,13 @@ class Space:
 class Node:
     """One block of content in its chain; ``pins`` counts the blocks of all ranks that are tied to it."""
 
-    __slots__ = ("children", "covered", "depth", "held", "key", "local", "parent", "pins", "space", "window")
+    __slots__ = ("children", "covered", "depth", "held", "key", "local", "parent", "pins", "space")
 
-    def __init__(self, key: int, local: int, parent: Node | None, window: Window, space: Space) -> None:
+    def __init__(self, key: int, local: int, parent: Node | None, space: Space) -> None:
         self.key = key
         self.local = local
         self.parent = parent
         self.depth: int = 1 if parent is None else parent.depth + 1
-        self.window = window
         self.space = space
         self.children: dict[int, Node] = {}
         self.pins = 0
@@ -62,11 +61,11 @@ class Tree:
     def __init__(self) -> None:
         self.nodes: dict[int, Node] = {}
 
-    def node(self, key: int, local: int, parent: Node | None, window: Window, space: Space) -> Node:
+    def node(self, key: int, local: int, parent: Node | None, space: Space) -> Node:
         """The node of this key, made if it is new. O(1)."""
         node = self.nodes.get(key)
         if node is None:
-            node = self.nodes[key] = Node(key, local, parent, window, space)
+            node = self.nodes[key] = Node(key, local, parent, space)
             if parent is not None:
                 parent.children[key] = node
         return node

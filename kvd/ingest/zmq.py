@@ -52,11 +52,12 @@ class ZmqTransport:
         """Begin to listen. Raises OSError (zmq.ZMQError) when the endpoint cannot be bound or is malformed."""
         self._sink = sink
         socket = self._socket(zmq.SUB)
+        monitor = Monitor(self._pump, socket, self._changed)
         try:
-            monitor = Monitor(self._pump, socket, self._changed)
             socket.setsockopt(zmq.SUBSCRIBE, self._topic)
             (socket.bind if self._bind else socket.connect)(self._endpoint)
         except zmq.ZMQError:
+            monitor.close()
             socket.close(linger=0)
             raise
         self._monitor = monitor

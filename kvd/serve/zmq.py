@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import socket as posix
 import stat
 import time
 from collections import Counter, deque
@@ -73,6 +74,8 @@ class QueryServer:
             self._bind(socket)
         except (zmq.ZMQError, OSError) as error:
             socket.close(linger=0)
+            self._pump.close()
+            self._context.term()
             raise ConfigError("query.endpoint", self.endpoint, f"an endpoint that can be bound ({error})") from None
         self._source = self._pump.add(socket, self._take)
 
@@ -195,8 +198,6 @@ def ipc_path(endpoint: str) -> Path | None:
 
 def _refuse_if_served(path: Path) -> None:
     """Binding an ipc path silently takes it over from a daemon that serves there: refuse that, remove a leftover."""
-    import socket as posix
-
     if not path.exists():
         return
     if not stat.S_ISSOCK(os.stat(path).st_mode):

@@ -29,7 +29,7 @@ class Segment(msgspec.Struct, frozen=True, array_like=True, gc=False):
     kind: str
 
 
-class ExactPlan(msgspec.Struct, frozen=True, kw_only=True, tag="exact"):
+class ExactPlan(msgspec.Struct, frozen=True, kw_only=True, tag="exact", forbid_unknown_fields=True):
     """The whole prompt as the engine will hold it: token ids with media runs expanded."""
 
     model: str
@@ -41,7 +41,7 @@ class ExactPlan(msgspec.Struct, frozen=True, kw_only=True, tag="exact"):
     segments: tuple[Segment, ...] = ()
 
 
-class PrefixPlan(msgspec.Struct, frozen=True, kw_only=True, tag="prefix"):
+class PrefixPlan(msgspec.Struct, frozen=True, kw_only=True, tag="prefix", forbid_unknown_fields=True):
     """The text tokens before the first media item's opening delimiter; exact as far as it goes."""
 
     model: str
@@ -54,7 +54,7 @@ class PrefixPlan(msgspec.Struct, frozen=True, kw_only=True, tag="prefix"):
     segments: tuple[Segment, ...] = ()
 
 
-class TextPlan(msgspec.Struct, frozen=True, kw_only=True, tag="text"):
+class TextPlan(msgspec.Struct, frozen=True, kw_only=True, tag="text", forbid_unknown_fields=True):
     """Rendered text without tokens: matched only against what was reported as routed, approximate."""
 
     model: str

@@ -26,8 +26,10 @@ TierName = Literal["device", "host", "disk", "external"]
 TIER_NAMES: tuple[TierName, ...] = ("device", "host", "disk", "external")
 
 
-class Request(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
-    """``timeout_ms``: how long the client will wait; a request that waited longer in the daemon is not begun."""
+class Request(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", forbid_unknown_fields=True):
+    """A field nobody knows is refused: ignoring, say, a tenant would answer another question than was asked.
+
+    ``timeout_ms``: how long the client will wait; a request that waited longer in the daemon is not begun."""
 
     id: int
     timeout_ms: int | None = None
@@ -88,6 +90,8 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     block_size: int | None = None
     scheme: Scheme | None = None
     topic: str = ""
+    copies: Literal["counted", "single"] = "counted"
+    """``single`` for engines that announce cache hits again (vLLM's report mode "full"): no block counts twice."""
 
 
 class AddWorker(Request, frozen=True, kw_only=True, tag="add_worker"):

@@ -19,6 +19,7 @@ from kvd.client import Client, MediaRun, WorkerSpec, exact_plan
 workers_app = typer.Typer(help="Workers the daemon watches.", invoke_without_command=True, no_args_is_help=False)
 
 Mode = Literal["connect", "bind"]
+Copies = Literal["counted", "single"]
 SchemeName = Literal["media_keys", "pad30", "pad62", "dynamo"]
 
 
@@ -140,6 +141,7 @@ def add_worker(
     block_size: Annotated[int | None, typer.Option(help="Tokens a block; learnt if left out.")] = None,
     scheme: Annotated[SchemeName | None, typer.Option(help="How media is told apart; learnt if left out.")] = None,
     topic: Annotated[str, typer.Option(help="Topic prefix to subscribe to.")] = "",
+    copies: Annotated[Copies, typer.Option(help="single: the engine announces cache hits again.")] = "counted",
     endpoint: EndpointOption = None,
     timeout: TimeoutOption = 5.0,
 ) -> None:
@@ -147,7 +149,7 @@ def add_worker(
     mode: Mode = "bind" if bind else "connect"
     spec = WorkerSpec(
         name=name, model=model, endpoint=events, replay=replay, mode=mode, rank=rank, ranks=ranks,
-        block_size=block_size, scheme=scheme, topic=topic,
+        block_size=block_size, scheme=scheme, topic=topic, copies=copies,
     )  # fmt: skip
     with _daemon(endpoint, timeout) as client:
         client.add_worker(spec)

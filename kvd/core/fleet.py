@@ -25,7 +25,9 @@ class Member:
         self.rank = rank
         self.index = index
         self.stream = stream
-        self.handle = index.add_rank(block_size=spec.block_size, scheme=spec.scheme)
+        self.handle = index.add_rank(
+            block_size=spec.block_size, scheme=spec.scheme, single_copies=spec.copies == "single"
+        )
         self.endpoint = spec.endpoint
         self.replay = spec.replay
 

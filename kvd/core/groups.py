@@ -32,8 +32,10 @@ class Group:
         self.window = window
         self.copies: dict[int, Copies] = {}
 
-    def add(self, hash_: int, tier: Tier) -> None:
-        self.copies.setdefault(hash_, no_copies())[tier] += 1
+    def add(self, hash_: int, tier: Tier, *, single: bool = False) -> None:
+        """One more copy; never more than one where the engine announces hits as if they were stores."""
+        copies = self.copies.setdefault(hash_, no_copies())
+        copies[tier] = 1 if single else copies[tier] + 1
 
     def remove(self, hash_: int, tier: Tier) -> bool:
         """Take one copy away; False if there was none."""

@@ -55,17 +55,31 @@ class ReferenceIndex:
     # --- ranks -------------------------------------------------------------------------------------------------------
 
     def add_rank(
-        self, *, block_size: int | None = None, scheme: Scheme | None = None, bounds: Bounds | None = None
+        self,
+        *,
+        block_size: int | None = None,
+        scheme: Scheme | None = None,
+        bounds: Bounds | None = None,
+        single_copies: bool = False,
     ) -> int:
-        """A handle for a new, empty rank; ``block_size`` and ``scheme`` as registered, or learnt from events."""
+        """A handle for a new, empty rank.
+
+        ``block_size`` and ``scheme`` as registered, or learnt from events; ``single_copies`` for engines that announce
+        hits again: a block then never counts twice.
+        """
         self._handles += 1
-        self._ranks[self._handles] = self._residency(block_size, scheme, bounds or Bounds())
+        self._ranks[self._handles] = self._residency(block_size, scheme, bounds or Bounds(), single_copies)
         return self._handles
 
-    def _residency(self, block_size: int | None, scheme: Scheme | None, bounds: Bounds) -> Residency:
+    def _residency(
+        self, block_size: int | None, scheme: Scheme | None, bounds: Bounds, single_copies: bool
+    ) -> Residency:
         slot = self._free.pop() if self._free else self._slots
         self._slots = max(self._slots, slot + 1)
-        return Residency(self._tree, slot, self._budget, block_size=block_size, scheme=scheme, bounds=bounds)
+        return Residency(
+            self._tree, slot, self._budget, block_size=block_size, scheme=scheme, bounds=bounds,
+            single_copies=single_copies,
+        )  # fmt: skip
 
     def remove_rank(self, rank: int) -> None:
         """The rank and all it held are gone. O(1)."""
@@ -74,7 +88,7 @@ class ReferenceIndex:
     def clear_rank(self, rank: int) -> None:
         """A new lifetime: nothing of the old one is visible from now on. O(1)."""
         old = self._ranks[rank]
-        new = self._residency(old.registered_size, old.registered_scheme, old.bounds)
+        new = self._residency(old.registered_size, old.registered_scheme, old.bounds, old.single_copies)
         new.counters = old.counters
         self._ranks[rank] = new
         self._graveyard.append(old)
@@ -147,6 +161,8 @@ class ReferenceIndex:
     def _reach(self, rank: int, keys: KeySequence, blocks: list[int]) -> Reach:
         device, host, disk, external = blocks
         residency = self._ranks[rank]
+        if residency.chunked:
+            host, disk, external = (residency.whole(self._tree.path(keys, n), device) for n in (host, disk, external))
         usable = device
         if residency.groups.tracked:
             usable = residency.usable(self._tree.path(keys, device), Tier.DEVICE)

@@ -25,6 +25,8 @@ ROOT_PARENTS = frozenset({0, 5740354900026072187})
 0.5.0 Python's ``hash(())``. A true hash equals one of them with probability 2^-63."""
 
 _NARROW_END = PAD_BASE + (1 << 30)
+_CHUNKED_MEDIA = ("CPU", "STORAGE", "FS", "OBJ")
+"""What vLLM's offloading connectors call their media."""
 _FARTHER = (Tier.HOST, Tier.DISK, Tier.EXTERNAL)
 
 
@@ -77,7 +79,7 @@ class Content:
 class Block:
     """One engine hash of the indexed group. ``node``: its content; ``content``: announced, but not linked yet."""
 
-    __slots__ = ("content", "copies", "hash", "node", "window")
+    __slots__ = ("chunks", "content", "copies", "hash", "node", "window")
 
     def __init__(self, hash_: int) -> None:
         self.hash = hash_
@@ -85,6 +87,8 @@ class Block:
         self.node: Node | None = None
         self.window: Window | None = None
         self.content: Content | None = None
+        self.chunks: set[int] | None = None
+        """Last hashes of the offloaded chunks this block is in the middle of: each is loaded whole or not at all."""
 
     @property
     def nearest(self) -> Tier | None:
@@ -96,7 +100,15 @@ class Residency:
     """One rank's side of the index. All methods are O(blocks in the event) unless they say more."""
 
     def __init__(
-        self, tree: Tree, slot: int, budget: Budget, *, block_size: int | None, scheme: Scheme | None, bounds: Bounds
+        self,
+        tree: Tree,
+        slot: int,
+        budget: Budget,
+        *,
+        block_size: int | None,
+        scheme: Scheme | None,
+        bounds: Bounds,
+        single_copies: bool = False,
     ) -> None:
         self.tree = tree
         self.slot = slot
@@ -105,6 +117,8 @@ class Residency:
         self.registered_size = block_size
         self.registered_scheme = scheme
         self.bounds = bounds
+        self.single_copies = single_copies
+        self.chunked = False
         self.counters: Counter[str] = Counter()
         self.learnt_scheme: Scheme | None = None
         self.groups = Groups()
@@ -167,7 +181,7 @@ class Residency:
         if len(group.copies) + len(hashes) > self.budget.limit:
             return Skipped("index_full")
         for hash_ in hashes:
-            group.add(hash_, tier)
+            group.add(hash_, tier, single=self.single_copies)
         return Applied(len(hashes))
 
     def _store_indexed(self, event: Stored, tier: Tier) -> Outcome:
@@ -179,6 +193,8 @@ class Residency:
             contents = [None] * len(event.hashes)
         for hash_, content in zip(event.hashes, contents, strict=True):
             self._store_block(hash_, content, tier)
+        if tier is not Tier.DEVICE:
+            self._mark_chunk(event)
         return Applied(len(event.hashes))
 
     def _store_block(self, hash_: int, content: Content | None, tier: Tier) -> None:
@@ -188,9 +204,19 @@ class Residency:
             block = self.blocks[hash_] = Block(hash_)
         if content is not None:
             self._announce(block, content)
-        block.copies[tier] += 1
+        block.copies[tier] = 1 if self.single_copies else block.copies[tier] + 1
         self.remembered.pop(hash_, None)
         self._hold(block)
+
+    def _mark_chunk(self, event: Stored) -> None:
+        """vLLM's offloading announces a chunk's blocks in one event and loads them together; SGLang's pages do not."""
+        if event.medium not in _CHUNKED_MEDIA or not event.dense:
+            return
+        *inner, last = event.hashes
+        self.chunked = self.chunked or bool(inner)
+        for hash_ in inner:
+            block = self.blocks[hash_]
+            block.chunks = (block.chunks or set()) | {last}
 
     def _removed(self, event: Removed) -> Outcome:
         refusal = self._refusal(event)
@@ -212,6 +238,8 @@ class Residency:
         if block is None or not block.copies[tier]:
             return False
         block.copies[tier] -= 1
+        if not any(block.copies[farther] for farther in _FARTHER):
+            block.chunks = None
         self._hold(block)
         self._retire(block)
         return True
@@ -240,6 +268,7 @@ class Residency:
                 self.counters["unconfirmed"] += 1
             for tier in tiers:
                 block.copies[tier] = 0
+            block.chunks = None
             self._hold(block)
             self._retire(block)
         return len(touched) + sum(group.clear(tiers) for group in self.groups.tracked.values())
@@ -445,6 +474,21 @@ class Residency:
         blocks = [self.names[node] for node in path]
         block_size = (blocks[0][0].window or (1, False))[0]
         return self.groups.usable([[block.hash for block in names] for names in blocks], block_size, level)
+
+    def whole(self, path: Sequence[Node], device: int) -> int:
+        """How many of the blocks of ``path`` can be loaded, the first ``device`` of them being on the device already.
+
+        A block in the middle of an offloaded chunk counts only if the chunk's end is reached too. O(path).
+        """
+        ends = {block.hash for node in path for block in self.names[node]}
+        reach = len(path)
+        while reach > device and not any(self._loadable(block, ends) for block in self.names[path[reach - 1]]):
+            reach -= 1
+        return reach
+
+    @staticmethod
+    def _loadable(block: Block, ends: set[int]) -> bool:
+        return any(block.copies) and (bool(block.copies[Tier.DEVICE]) or not block.chunks or bool(block.chunks & ends))
 
     def check(self) -> list[str]:
         """Every invariant that is broken, in words. O(blocks of the rank)."""

@@ -69,6 +69,11 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     """Applied messages whose digests are kept, to tell a repeat from a new lifetime."""
     clock_slack: float = 3.0
     """An engine clock that goes back by more than this belongs to another process."""
+    conflict_lifetimes: int = 3
+    """So many lifetimes within ``conflict_window`` on one unbroken connection are several publishers, not restarts."""
+    conflict_window: float = 10.0
+    conflict_pause: float = 30.0
+    """How long a stream of several publishers is left alone before it is tried again."""
 
 
 class Purpose(StrEnum):
@@ -127,6 +132,8 @@ class Stream:
         self._held: deque[Message] = deque()
         self._evidence: OrderedDict[int, int] = OrderedDict()
         self._current_at: float | None = None
+        self._begun: deque[float] = deque(maxlen=self.policy.conflict_lifetimes)
+        self._conflict_until: float | None = None
         self._effects: list[Effect] = []
 
     def handle(self, given: Input, now: float) -> list[Effect]:
@@ -163,6 +170,8 @@ class Stream:
 
     def _drop_connection(self, now: float) -> None:
         self._count("disconnects")
+        self._begun.clear()
+        self._conflict_until = None
         self._connected = self._assumed = False
         if self._current_at is None or self.state in (State.LIVE, State.INCOMPLETE):
             self._current_at = now
@@ -184,6 +193,9 @@ class Stream:
     def _live(self, message: Message, now: float) -> None:
         """A message while nothing is held back."""
         self.heard_at = now
+        if self._conflict_until is not None:
+            self._count("conflicting")
+            return
         if not self._connected:  # the transport's monitor may lag behind its data
             self._connect(Connected(), now)
             self._assumed = True
@@ -451,12 +463,33 @@ class Stream:
         self.confirmed = False
         self._evidence.clear()
         self._held = deque() if first is None else deque([first])  # the replay brings again what is dropped here
-        if first is not None and first.seq == 0:
+        if self._is_conflict(now):
+            self._pause(now)
+        elif first is not None and first.seq == 0:
             self._finish(now)
         elif self.replayable and self._connected:
             self._begin_replay(Purpose.BOOTSTRAP, now)
         else:
             self._finish(now)
+
+    def _is_conflict(self, now: float) -> bool:
+        """A restarting engine breaks its connection; several publishers on one endpoint do not."""
+        self._begun.append(now)
+        full = len(self._begun) == self.policy.conflict_lifetimes
+        return full and now - self._begun[0] <= self.policy.conflict_window
+
+    def _pause(self, now: float) -> None:
+        self._count("conflicts")
+        self._held.clear()
+        self._conflict_until = now + self.policy.conflict_pause
+        self._lose(0, 0, "several_publishers")
+        self._enter(State.INCOMPLETE, now)
+
+    def _resume(self, now: float) -> None:
+        self._conflict_until = None
+        self._begun.clear()
+        if self.replayable:
+            self._begin_replay(Purpose.BOOTSTRAP, now)
 
     def _settled(self) -> State:
         return State.LIVE if self.loss is None else State.INCOMPLETE
@@ -479,7 +512,10 @@ class Stream:
     def _tick(self, given: Tick, now: float) -> None:
         del given
         replay = self._replay
-        if replay is None:
+        if self._conflict_until is not None:
+            if now >= self._conflict_until:
+                self._resume(now)
+        elif replay is None:
             self._probe_if_quiet(now)
         elif now - replay.begun >= self.policy.replay_total:
             self._give_up("replay_timeout", now)

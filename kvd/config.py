@@ -17,6 +17,7 @@ from msgspec import Meta
 
 from kvd.core.stream import Policy
 from kvd.ingest.endpoints import validate
+from kvd.ingest.polling import PollOptions
 from kvd.ingest.zmq import ZmqOptions
 from protocols.errors import ConfigError
 from protocols.limits import Limits as DecodeLimits
@@ -45,6 +46,7 @@ class QuerySettings(msgspec.Struct, frozen=True, kw_only=True):
     plans_per_request: Annotated[Count, doc("Plans in one Score.")] = 256
     tokens_per_plan: Annotated[Count, doc("Tokens (or characters of text) in one plan.")] = 4 << 20
     in_flight_per_client: Annotated[Count, doc("Requests a client may have waiting.")] = 1024
+    queued: Annotated[Count, doc("Requests of all clients that may wait; further ones are told busy.")] = 8192
 
 
 class IngestSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,12 +60,18 @@ class IngestSettings(msgspec.Struct, frozen=True, kw_only=True):
     held_messages: Annotated[Count, doc("Live messages held back during a replay.")] = 20_000
     receive_high_water_mark: Annotated[Count, doc("Messages libzmq may queue per stream.")] = 100_000
     max_message_bytes: Annotated[Bytes, doc("Largest message of an engine.")] = 64 << 20
+    poll_interval: Annotated[Seconds, doc("Between two polls of an engine that is asked over HTTP.")] = 0.25
+    poll_timeout: Annotated[Seconds, doc("For one whole poll.")] = 10.0
+    poll_backoff: Annotated[Seconds, doc("Longest wait after polls that failed.")] = 10.0
 
     def policy(self) -> Policy:
         return Policy(**{name: getattr(self, name) for name in _shared(self, Policy)})
 
     def options(self) -> ZmqOptions:
         return ZmqOptions(**{name: getattr(self, name) for name in _shared(self, ZmqOptions)})
+
+    def polling(self) -> PollOptions:
+        return PollOptions(**{name: getattr(self, name) for name in _shared(self, PollOptions)})
 
     def limits(self) -> DecodeLimits:
         return DecodeLimits(payload_bytes=self.max_message_bytes)
@@ -81,6 +89,24 @@ class IndexSettings(msgspec.Struct, frozen=True, kw_only=True):
     text_ttl_ms: Annotated[Count, doc("How long routed text is predicted.")] = 120_000
 
 
+class SnapshotSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What survives a restart."""
+
+    path: Annotated[str, doc("Snapshot file; empty: kvd.snapshot in the state directory, if there is one.")] = ""
+    interval: Annotated[Seconds, doc("Time between snapshots; one more is taken when the daemon stops.")] = 60.0
+    max_bytes: Annotated[Count, doc("Largest snapshot that is read, or fetched from a peer.")] = 8 << 30
+    peer: Annotated[str, doc("Query endpoint of a daemon to fetch a snapshot from where there is none.")] = ""
+    peer_timeout: Annotated[Seconds, doc("Fetching from the peer may take this long.")] = 60.0
+
+    @property
+    def file(self) -> Path | None:
+        """The file in force; None where snapshots are off."""
+        if self.path:
+            return Path(self.path)
+        directory = os.environ.get("STATE_DIRECTORY", "").split(":")[0]
+        return Path(directory) / "kvd.snapshot" if directory else None
+
+
 class LogSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What is written to stderr."""
 
@@ -93,6 +119,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     query: QuerySettings = QuerySettings()
     ingest: IngestSettings = IngestSettings()
     index: IndexSettings = IndexSettings()
+    snapshot: SnapshotSettings = SnapshotSettings()
     log: LogSettings = LogSettings()
     workers: tuple[WorkerSpec, ...] = ()
 
@@ -106,7 +133,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
 
 
 SECTIONS: dict[str, type[msgspec.Struct]] = {
-    "query": QuerySettings, "ingest": IngestSettings, "index": IndexSettings, "log": LogSettings,
+    "query": QuerySettings, "ingest": IngestSettings, "index": IndexSettings,
+    "snapshot": SnapshotSettings, "log": LogSettings,
 }  # fmt: skip
 
 

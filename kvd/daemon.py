@@ -6,16 +6,21 @@ import gc
 import logging
 import signal
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import anyio
 
+from kvd.bootstrap import fetch
 from kvd.config import Config
-from kvd.core.fleet import Fleet
+from kvd.core.fleet import Fleet, FleetError
 from kvd.ingest.supervisor import Supervisor
+from kvd.reload import Reloader
 from kvd.serve.service import Service
 from kvd.serve.zmq import QueryServer
+from kvd.snapshot import Sections, SnapshotWriter, add_worker, dynamic_workers, load
+from protocols.errors import KvdError
+from protocols.query import WorkerSpec
 
 log = logging.getLogger(__name__)
 
@@ -34,11 +39,12 @@ class Runtime:
         )  # fmt: skip
         self.supervisor = Supervisor(
             self.fleet, self.clock, policy=config.ingest.policy(), options=config.ingest.options(),
-            limits=config.ingest.limits(),
+            polling=config.ingest.polling(), limits=config.ingest.limits(),
         )  # fmt: skip
         self.service = Service(
             self.fleet, self.supervisor, self.clock, limits=config.query_limits(),
             routed_ttl_ms=config.index.routed_ttl_ms, text_ttl_ms=config.index.text_ttl_ms,
+            snapshot=config.snapshot.file,
         )  # fmt: skip
 
 
@@ -47,24 +53,61 @@ async def runtime(config: Config | None = None) -> AsyncIterator[Runtime]:
     """A running fleet with the configured workers, until the context ends."""
     parts = Runtime(config or Config())
     try:
-        for spec in parts.config.workers:
-            parts.supervisor.add(spec)
+        writer = await _restored(parts)
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(_tick_forever, parts.supervisor, name="ticks")
+            tasks.start_soon(_tick_forever, parts, name="ticks")
+            if writer is not None:
+                tasks.start_soon(_write_forever, writer, parts.config.snapshot.interval, name="snapshots")
             yield parts
             tasks.cancel_scope.cancel()
+        if writer is not None:
+            await writer.write()
     finally:
+        parts.service.handout.close()
         parts.supervisor.close()
+        await parts.supervisor.finished()
 
 
-async def _tick_forever(supervisor: Supervisor) -> None:
+async def _restored(parts: Runtime) -> SnapshotWriter | None:
+    """Add every worker, each with what a snapshot kept of it; the writer of further snapshots, if they are on."""
+    settings = parts.config.snapshot
+    path, sections = settings.file, {}
+    if path is not None:
+        if settings.peer and not path.exists():
+            await fetch(settings.peer, path, max_bytes=settings.max_bytes, timeout=settings.peer_timeout)
+        sections = load(path, max_bytes=settings.max_bytes)
+    for spec in parts.config.workers:
+        add_worker(parts.supervisor, spec, sections)
+    for spec in dynamic_workers(sections):
+        if spec.name not in parts.fleet.workers:
+            _add_again(parts.supervisor, spec, sections)
+    return None if path is None else SnapshotWriter(path, parts.supervisor, parts.service.instance)
+
+
+def _add_again(supervisor: Supervisor, spec: WorkerSpec, sections: Sections) -> None:
+    """A worker of an earlier run; one that can no longer be watched does not keep the daemon from starting."""
+    try:
+        add_worker(supervisor, spec, sections, dynamic=True)
+    except (KvdError, FleetError) as error:
+        log.error("worker %s of the snapshot is left out: %s", spec.name, error)
+
+
+async def _write_forever(writer: SnapshotWriter, interval: float) -> None:
     while True:
-        supervisor.tick()
+        await anyio.sleep(interval)
+        await writer.write()
+
+
+async def _tick_forever(parts: Runtime) -> None:
+    while True:
+        due = parts.clock() + TICK_SECONDS
         await anyio.sleep(TICK_SECONDS)
+        parts.service.loop_lag.note(parts.clock(), due)
+        parts.supervisor.tick()
 
 
-async def serve(config: Config) -> None:
-    """Run the daemon until SIGTERM or SIGINT. Raises ConfigError if it cannot start."""
+async def serve(config: Config, read: Callable[[], Config] | None = None) -> None:
+    """Run the daemon until SIGTERM or SIGINT; on SIGHUP, ``read`` the workers anew. Raises ConfigError at the start."""
     async with runtime(config) as parts:
         server = QueryServer(parts.service, config.endpoint, parts.clock, socket_mode=config.query.socket_mode)
         server.open()
@@ -72,9 +115,13 @@ async def serve(config: Config) -> None:
         gc.collect()
         gc.freeze()
         log.info("serving at %s, %d workers", server.endpoint, len(parts.fleet.workers))
+        reloader = Reloader(parts.supervisor, config, read or (lambda: config))
         try:
-            with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+            with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT, signal.SIGHUP) as signals:
                 async for number in signals:
+                    if number == signal.SIGHUP:
+                        await reloader.reload()
+                        continue
                     log.info("stopping on %s", signal.Signals(number).name)
                     break
         finally:

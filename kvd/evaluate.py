@@ -7,9 +7,10 @@ prompt is scored, one token short: no engine reuses the whole prompt, since it m
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -20,7 +21,7 @@ from kvd.ingest.feed import Feed
 from kvd.ingest.recording import RecordingTransport, read_lines
 from protocols.errors import WireError
 from protocols.media import MediaRun
-from protocols.plan import ExactPlan, Plan, PrefixPlan, exact_plan, prefix_plan
+from protocols.plan import ExactPlan, Plan, PrefixPlan, TextPlan, exact_plan, prefix_plan
 from protocols.query import WorkerSpec
 
 MODEL = "recorded"
@@ -64,6 +65,8 @@ class Recorded(msgspec.Struct, frozen=True):
     tokenize: Any = None
     placeholder_runs: list[tuple[int, int, int]] | None = None
     images: list[dict[str, Any]] | None = None
+    line: msgspec.Raw = msgspec.Raw(b"{}")
+    """The whole line, for plans made from messages and images."""
 
     @property
     def body(self) -> dict[str, Any]:
@@ -83,8 +86,33 @@ class Recorded(msgspec.Struct, frozen=True):
         return path if isinstance(path, str) else None
 
 
-class Planning:
-    """How a recorded request becomes a plan: from the recorded token ids, media runs and identifiers."""
+class Planning(Protocol):
+    """How a recorded request becomes a plan; None where it cannot."""
+
+    def plan(self, recorded: Recorded) -> ExactPlan | PrefixPlan | None: ...
+
+
+class FromMessages:
+    """From the recorded messages and images, by a checkpoint's planner; the recorded token ids are not looked at."""
+
+    def __init__(self, checkpoint: str, base_models: Sequence[str]) -> None:
+        # The planner's packages are an extra: only who plans loads them.
+        self._request_of = importlib.import_module("planner.recorded").request_of
+        self._planner = importlib.import_module("planner.plan").Planner.from_pretrained(checkpoint, model=MODEL)
+        self._base_models = base_models
+
+    def plan(self, recorded: Recorded) -> ExactPlan | PrefixPlan | None:
+        named = recorded.body.get("model")
+        base = named if named in self._base_models else self._base_models[0]
+        body = self._request_of(msgspec.json.decode(recorded.line), base_model=base)
+        if body is None:
+            return None
+        plan: Plan = self._planner.plan(body)
+        return None if isinstance(plan, TextPlan) else msgspec.structs.replace(plan, model=MODEL)
+
+
+class FromTokens:
+    """From the recorded token ids, media runs and identifiers."""
 
     def __init__(self, base_models: Iterable[str]) -> None:
         self.base_models = frozenset(base_models)
@@ -183,6 +211,6 @@ def read_requests(path: Path) -> Iterator[Recorded]:
             if not line.strip():
                 continue
             try:
-                yield decoder.decode(line)
+                yield msgspec.structs.replace(decoder.decode(line), line=msgspec.Raw(line))
             except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
                 raise WireError("requests", f"{path}, line {number}: {error}") from None

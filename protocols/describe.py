@@ -13,7 +13,7 @@ from protocols import dynamo, lmcache, trtllm
 from protocols.engine import decode_pub, decode_replay, decode_replay_request
 from protocols.errors import WireError
 from protocols.events import Batch, BlockExtra, Cleared, Event, Removed, ReplayEnd, Stored, Unknown
-from protocols.jsonwire import decode_object
+from protocols.jsonwire import decode_object, require
 
 Described = dict[str, Any]
 
@@ -83,7 +83,8 @@ def _stored(event: Stored) -> Described:
         "lora_id": event.lora_id, "lora_name": event.lora_name, "cache_salt": event.cache_salt,
         "extra_keys": None if event.extra is None else [_extra(extra) for extra in event.extra],
         "kv_cache_spec_kind": event.spec_kind, "sliding_window": event.sliding_window, "session_id": event.session_id,
-        "lookahead_token_ids": event.lookahead, "mm_keys": event.mm_keys, "block_mm_infos": event.block_mm_infos,
+        "lookahead_token_ids": _plain(event.lookahead), "mm_keys": _plain(event.mm_keys),
+        "block_mm_infos": _plain(event.block_mm_infos),
     }  # fmt: skip
     return {
         "kind": "stored", "hashes": list(event.hashes), "parent": event.parent, "tokens": event.tokens,
@@ -104,6 +105,24 @@ def _extra(extra: BlockExtra | None) -> Described | None:
     media = [[identifier, offset] for identifier, offset in extra.media]
     out: Described = {"mm": media, "strings": list(extra.strings), "digests": list(extra.digests)}
     return out | _present({"lora": extra.lora})
+
+
+_DEEPEST = 32
+
+
+def _plain(value: Any, depth: int = 0) -> Any:
+    """A value nobody checked, as JSON has it: bytes in hex, keys as text, and no deeper than a reader would follow."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, bytes):
+        return value.hex()
+    if depth >= _DEEPEST:
+        return "…"
+    if isinstance(value, dict):
+        return {key if isinstance(key, str) else repr(key): _plain(item, depth + 1) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item, depth + 1) for item in value]
+    return repr(value)
 
 
 def _present(fields: Described) -> Described:
@@ -150,7 +169,7 @@ def _trtllm(event: trtllm.Event) -> Described:
         "token_ids": [token for block in blocks for token in block.tokens],
         "level": blocks[0].level if blocks else None, "priority": blocks[0].priority if blocks else None,
     }  # fmt: skip
-    media = [name for block in blocks for name in block.media]
+    media = [name for block in blocks for name, _ in block.media]
     return out | ({"mm": media} if media else {})
 
 
@@ -159,13 +178,14 @@ def _router_json(event: dynamo.RouterEvent) -> Described:
     if isinstance(event.data, str):
         return out | {event.data: True}
     if "removed" in event.data:
-        return out | {"removed": event.data["removed"].get("block_hashes")}
-    return out | event.data
+        return out | {"removed": _plain(require(event.data, "removed", dict).get("block_hashes"))}
+    data: Described = _plain(event.data)
+    return out | data
 
 
 def _router_zmq(frames: Sequence[bytes]) -> Described:
     envelope = dynamo.decode_zmq(frames)
-    events = [event.raw for event in envelope.events]
+    events = [_plain(event.raw) for event in envelope.events]
     return {"ok": True, "publisher_id": envelope.publisher_id, "seq": envelope.seq, "router_events": events}
 
 

@@ -301,7 +301,7 @@ def _stored(fields: dict[Any, Any], limits: Limits, warn: tuple[str, ...]) -> St
         lookahead=_lookahead(fields.get("lookahead_token_ids")), mm_keys=fields.get("mm_keys"),
         block_mm_infos=fields.get("block_mm_infos"), tenant_id=_text(fields, "tenant_id"),
         backend_id=_text(fields, "backend_id"), object_key=_text(fields, "object_key"),
-        warn=tuple(name for name, applies in notes.items() if applies),
+        model_name=_text(fields, "model_name"), warn=tuple(name for name, applies in notes.items() if applies),
     )  # fmt: skip
 
 

@@ -7,6 +7,7 @@
     ├── PlanError        a value the caller built does not make a plan
     ├── ConfigError      a setting is wrong: file, key, value, expected, remedy
     ├── RequestError     the daemon refused a request; carries a code and whether a retry may help
+    ├── EngineError      an engine's HTTP side did not answer as it should; names the URL
     └── Unreachable      nobody answered at the endpoint in time
 """
 
@@ -58,6 +59,16 @@ class RequestError(KvdError):
         self.code = code
         self.message = message
         self.retriable = retriable
+
+
+class EngineError(KvdError):
+    """An engine's HTTP side could not be asked, or its answer lacks what was asked for. ``status``: HTTP's."""
+
+    def __init__(self, url: str, what: str, *, status: int | None = None) -> None:
+        super().__init__(f"{url}: {what}")
+        self.url = url
+        self.what = what
+        self.status = status
 
 
 class Unreachable(KvdError, TimeoutError):

@@ -92,6 +92,7 @@ class Stored(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     tenant_id: str | None = None
     backend_id: str | None = None
     object_key: str | None = None
+    model_name: str | None = None
     warn: tuple[str, ...] = ()
 
 

@@ -125,7 +125,10 @@ def validate(plan: Plan) -> None:
     """Check a plan that came from elsewhere. Raises :class:`PlanError` naming the value and the bound."""
     if not plan.model:
         raise PlanError("model is empty: name the model as the workers were registered with it")
+    _validate_text("lora_name", plan.lora_name)
+    _validate_text("cache_salt", plan.cache_salt)
     if isinstance(plan, TextPlan):
+        _validate_text("text", plan.text)
         return
     width = 8 if plan.wide else 4
     if len(plan.tokens) % width:
@@ -146,6 +149,13 @@ def _pack(token_ids: Iterable[int]) -> tuple[bytes, bool]:
     return pack_tokens(tokens, wide=wide), wide
 
 
+def _validate_text(name: str, text: str | None) -> None:
+    try:
+        (text or "").encode()
+    except UnicodeEncodeError as error:
+        raise PlanError(f"{name} is not valid Unicode at position {error.start}: keys are made from UTF-8") from None
+
+
 def _validate_media(media: Sequence[MediaRun], tokens: int) -> None:
     end = 0
     for i, run in enumerate(media):
@@ -161,4 +171,5 @@ def _validate_media(media: Sequence[MediaRun], tokens: int) -> None:
             raise PlanError(
                 f"media run {i} has an identifier of {len(run.identifier)} characters, at most {MAX_IDENTIFIER}"
             )
+        _validate_text(f"media run {i}'s identifier", run.identifier)
         end = run.end

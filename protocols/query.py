@@ -24,6 +24,9 @@ ZeroReason = Literal[
 ]  # fmt: skip
 TierName = Literal["device", "host", "disk", "external"]
 TIER_NAMES: tuple[TierName, ...] = ("device", "host", "disk", "external")
+SourceName = Literal["zmq", "trtllm-http", "atom", "pool"]
+"""How a worker's events come: ``zmq`` (vLLM, SGLang, TensorRT-LLM streaming), ``trtllm-http`` (polled; kvd must be the
+only reader), ``atom`` (ZMQ without sequences: gaps cannot be seen), ``pool`` (one ZMQ stream for many holders)."""
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", forbid_unknown_fields=True):
@@ -77,7 +80,8 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """One engine worker: where its event streams are and what is known of them beforehand.
 
     With ``ranks`` n, rank i is at the endpoint's port + i (and the replay endpoint's port + i). ``mode`` ``bind`` is
-    for engines whose publisher connects. ``block_size`` and ``scheme`` are learnt from events where absent.
+    for engines whose publisher connects. ``block_size`` and ``scheme`` are learnt from events where absent. A
+    ``trtllm-http`` worker's endpoint is the engine's URL, the same for all its ranks.
     """
 
     name: str
@@ -92,6 +96,7 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     topic: str = ""
     copies: Literal["counted", "single"] = "counted"
     """``single`` for engines that announce cache hits again (vLLM's report mode "full"): no block counts twice."""
+    source: SourceName = "zmq"
 
 
 class AddWorker(Request, frozen=True, kw_only=True, tag="add_worker"):
@@ -110,12 +115,37 @@ class ListStreams(Request, frozen=True, kw_only=True, tag="list_streams"):
     worker: str | None = None
 
 
+class FetchSnapshot(Request, frozen=True, kw_only=True, tag="fetch_snapshot"):
+    """A piece of the daemon's newest snapshot; ``fetch`` is empty at first and then as the reply named it."""
+
+    fetch: str = ""
+    offset: int = 0
+    max_bytes: int = 1 << 20
+
+
+class Diagnose(Request, frozen=True, kw_only=True, tag="diagnose"):
+    """What is known to be wrong with a worker: why it can never match, or not be believed."""
+
+    worker: str
+
+
 class Check(Request, frozen=True, kw_only=True, tag="check"):
     """Assert every invariant of the live index."""
 
 
 AnyRequest = (
-    Hello | Score | ScoreKeys | Routed | Observed | AddWorker | RemoveWorker | ListWorkers | ListStreams | Check
+    Hello
+    | Score
+    | ScoreKeys
+    | Routed
+    | Observed
+    | AddWorker
+    | RemoveWorker
+    | ListWorkers
+    | ListStreams
+    | FetchSnapshot
+    | Diagnose
+    | Check
 )
 
 # --- replies ---------------------------------------------------------------------------------------------------------
@@ -176,6 +206,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     plans_per_request: int
     tokens_per_plan: int
     in_flight_per_client: int
+    queued: int
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -233,11 +264,42 @@ class Streams(Reply, frozen=True, kw_only=True, tag="streams"):
     streams: list[StreamInfo]
 
 
+class SnapshotPart(Reply, frozen=True, kw_only=True, tag="snapshot_part"):
+    """``data`` at ``offset`` of a file of ``total_bytes``, which stays the same for this ``fetch``."""
+
+    fetch: str
+    offset: int
+    total_bytes: int
+    data: bytes
+
+
+class Finding(msgspec.Struct, frozen=True, kw_only=True):
+    """One thing that is wrong, in one sentence; ``never``: until it is mended, the worker cannot match."""
+
+    code: str
+    says: str
+    never: bool
+
+
+class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
+    """One worker-rank's findings, the most certain first; none where nothing is known to be wrong."""
+
+    worker: str
+    rank: int
+    findings: list[Finding]
+
+
+class Diagnosed(Reply, frozen=True, kw_only=True, tag="diagnosed"):
+    diagnoses: list[Diagnosis]
+
+
 class Checked(Reply, frozen=True, kw_only=True, tag="checked"):
     ok: bool
     failures: list[str]
     blocks: int
     nodes: int
+    loop_lag_seconds: float
+    """How late the daemon's loop was at most, in the last minute, for something due."""
 
 
 class Error(Reply, frozen=True, kw_only=True, tag="error"):
@@ -248,7 +310,7 @@ class Error(Reply, frozen=True, kw_only=True, tag="error"):
     retriable: bool = False
 
 
-AnyReply = Welcome | Scores | Ok | Workers | Streams | Checked | Error
+AnyReply = Welcome | Scores | Ok | Workers | Streams | SnapshotPart | Diagnosed | Checked | Error
 
 _encoder = msgspec.msgpack.Encoder()
 _requests: msgspec.msgpack.Decoder[AnyRequest] = msgspec.msgpack.Decoder(AnyRequest)

@@ -14,7 +14,7 @@ from kvd.client import Answer, EmbeddedKvd, WorkerSpec
 from kvd.core.fleet import Fleet
 from kvd.core.score import score
 from kvd.core.stream import Policy
-from kvd.evaluate import Planning, evaluate, read_requests
+from kvd.evaluate import FromTokens, evaluate, read_requests
 from kvd.ingest.feed import Feed
 from kvd.ingest.recording import RecordingTransport, read_lines, read_replays
 from protocols.errors import WireError
@@ -48,7 +48,7 @@ def files(tag: str) -> tuple[Path, Path]:
 
 @pytest.mark.parametrize("tag", CASES)
 def test_every_request_is_predicted_exactly_but_for_what_no_event_tells(tag: str) -> None:
-    report = evaluate(*files(tag), Planning(["tiny"]))
+    report = evaluate(*files(tag), FromTokens(["tiny"]))
     assert {error.name for error in report.errors} == set(CASES[tag])
     assert report.requests == report.exact + len(CASES[tag])
     assert report.requests > 20
@@ -65,12 +65,12 @@ def test_the_command_prints_the_same(tag: str) -> None:
 
 def test_sgl_mm_has_no_token_ids_to_evaluate() -> None:
     """Its requests are planned from messages and images, which is the planner's work."""
-    report = evaluate(*files("sgl-mm"), Planning(["tiny"]))
+    report = evaluate(*files("sgl-mm"), FromTokens(["tiny"]))
     assert (report.requests, report.skipped) == (0, 17)
 
 
 def test_an_adapter_is_not_the_base_model() -> None:
-    report = evaluate(*files("vllm-text"), Planning(["tiny", "my-lora"]))
+    report = evaluate(*files("vllm-text"), FromTokens(["tiny", "my-lora"]))
     assert {error.name for error in report.errors} >= {"lora-again"}
 
 
@@ -120,7 +120,7 @@ def _played(tag: str, *, skip: int = 0, until: int | None = None, replays: bool 
 @pytest.mark.parametrize(("tag", "count"), [("vllm-text", 20), ("vllm-linear", 40), ("sgl-text", 15), ("vllm-mm5", 30)])
 async def test_over_real_sockets_the_scores_are_those_of_the_recording(tag: str, count: int) -> None:
     lines = read_lines(RECORDINGS / f"{tag}.jsonl")[:count]
-    planned = [Planning(["tiny"]).plan(request) for request in read_requests(files(tag)[1])]
+    planned = [FromTokens(["tiny"]).plan(request) for request in read_requests(files(tag)[1])]
     plans = [plan for plan in planned if plan is not None]
     fleet = _played(tag, until=count)[0]
     expected = [score(fleet, msgspec.structs.replace(plan, model="m"), None, 0.0) for plan in plans]

@@ -7,9 +7,10 @@ import sys
 
 import typer
 
-from kvd.cli import configuration, offline, queries, watching
+from kvd.cli import configuration, offline, planning, queries, watching
 from kvd.cli.exits import told
 from kvd.cli.options import ConfigOption, EndpointOption, SetOption, loaded
+from kvd.config import Config
 
 app = typer.Typer(
     name="kvd", help="Which worker already holds how much of a prompt, how sure that is, and why not.",
@@ -20,6 +21,7 @@ app.command("streams")(queries.streams)
 app.command("check")(queries.check)
 app.add_typer(queries.workers_app, name="workers")
 app.add_typer(configuration.app, name="config")
+app.add_typer(planning.app, name="plan")
 app.command("decode")(offline.decode)
 app.command("evaluate")(offline.evaluate)
 app.command("record")(watching.record)
@@ -32,12 +34,15 @@ def serve(config: ConfigOption = None, overrides: SetOption = None, endpoint: En
 
     from kvd.daemon import serve as run
 
+    def read() -> Config:
+        return loaded(config, overrides, endpoint).config
+
     with told():
-        settings = loaded(config, overrides, endpoint).config
+        settings = read()
         logging.basicConfig(
             level=settings.log.level.upper(), stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s"
         )
-        anyio.run(run, settings)
+        anyio.run(run, settings, read)
 
 
 def main() -> None:

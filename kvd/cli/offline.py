@@ -13,7 +13,7 @@ from rich.table import Table
 from kvd.cli.exits import NEGATIVE, told
 from kvd.cli.options import JsonOption
 from kvd.cli.tables import console, print_json
-from kvd.evaluate import Planning, Report
+from kvd.evaluate import FromMessages, FromTokens, Report
 from kvd.evaluate import evaluate as run_evaluation
 from protocols.describe import describe
 
@@ -49,12 +49,17 @@ def evaluate(
     base_model: Annotated[
         list[str] | None, typer.Option(help="Names that mean the base model; any other is an adapter. Default: tiny.")
     ] = None,
+    model: Annotated[
+        str | None, typer.Option("--model", help="Checkpoint: plan from messages and images, not from token ids.")
+    ] = None,
     strict: Annotated[bool, typer.Option("--strict", help="Exit 1 if a prediction differs.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Predicted against reported cached tokens, request by request, on a recording."""
     with told():
-        report = run_evaluation(events, requests, Planning(base_model or ["tiny"]))
+        bases = base_model or ["tiny"]
+        planning = FromTokens(bases) if model is None else FromMessages(model, bases)
+        report = run_evaluation(events, requests, planning)
     if as_json:
         print_json(report)
     else:

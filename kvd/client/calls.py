@@ -13,7 +13,7 @@ from typing import TypeVar
 from protocols import query
 from protocols.errors import RequestError
 from protocols.plan import Plan
-from protocols.query import Answer, Checked, StreamInfo, Welcome, WorkerInfo, WorkerSpec
+from protocols.query import Answer, Checked, Diagnosis, StreamInfo, Welcome, WorkerInfo, WorkerSpec
 
 R = TypeVar("R", bound=query.Reply)
 
@@ -78,6 +78,10 @@ class AsyncCalls:
         """All streams, or one worker's."""
         return read(await self.request(query.ListStreams(id=0, worker=worker)), query.Streams).streams
 
+    async def diagnose(self, worker: str) -> list[Diagnosis]:
+        """What is known to be wrong with a worker, for each of its ranks."""
+        return read(await self.request(query.Diagnose(id=0, worker=worker)), query.Diagnosed).diagnoses
+
     async def check(self) -> Checked:
         """Assert every invariant of the live index."""
         return read(await self.request(query.Check(id=0)), Checked)
@@ -131,6 +135,10 @@ class BlockingCalls:
     def streams(self, worker: str | None = None) -> list[StreamInfo]:
         """All streams, or one worker's."""
         return read(self.request(query.ListStreams(id=0, worker=worker)), query.Streams).streams
+
+    def diagnose(self, worker: str) -> list[Diagnosis]:
+        """What is known to be wrong with a worker, for each of its ranks."""
+        return read(self.request(query.Diagnose(id=0, worker=worker)), query.Diagnosed).diagnoses
 
     def check(self) -> Checked:
         """Assert every invariant of the live index."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import msgspec
 
@@ -10,6 +10,7 @@ from kvd.core import open_index
 from kvd.core.reference import ReferenceIndex
 from kvd.core.residency import Outcome
 from kvd.core.routed import RoutedTable
+from kvd.core.signals import Refused, Remembered
 from kvd.core.stream import Policy, Stream
 from protocols.events import Event
 from protocols.query import ModelInfo, StreamInfo, WorkerSpec
@@ -18,16 +19,18 @@ from protocols.query import ModelInfo, StreamInfo, WorkerSpec
 class Member:
     """One worker-rank: its stream, and its handle in its model's index."""
 
-    __slots__ = ("endpoint", "handle", "index", "rank", "replay", "spec", "stream")
+    __slots__ = ("endpoint", "fleet", "handle", "index", "pool", "rank", "replay", "shadow", "spec", "stream")
 
-    def __init__(self, spec: WorkerSpec, rank: int, index: ReferenceIndex, stream: Stream) -> None:
+    def __init__(self, fleet: Fleet, spec: WorkerSpec, rank: int, index: ReferenceIndex, stream: Stream) -> None:
+        self.fleet = fleet
         self.spec = spec
         self.rank = rank
         self.index = index
         self.stream = stream
-        self.handle = index.add_rank(
-            block_size=spec.block_size, scheme=spec.scheme, single_copies=spec.copies == "single"
-        )
+        self.handle = self.new_handle()
+        self.shadow: int | None = None
+        self.pool: str | None = None
+        """The pool whose holder this is: it shares the pool's stream."""
         self.endpoint = spec.endpoint
         self.replay = spec.replay
 
@@ -35,13 +38,29 @@ class Member:
     def owner(self) -> tuple[str, int]:
         return self.spec.name, self.rank
 
+    def new_handle(self) -> int:
+        """A further, empty rank of the index, registered as this member is."""
+        spec = self.spec
+        return self.index.add_rank(
+            block_size=spec.block_size, scheme=spec.scheme, single_copies=spec.copies == "single"
+        )
+
     def apply(self, event: Event) -> Outcome:
         """Apply one event of this rank."""
         return self.index.apply(self.handle, event)
 
     def reset(self) -> None:
-        """A new lifetime: drop what the old one stored."""
+        """A new lifetime: drop what the old one stored, and what a snapshot kept of it."""
         self.index.clear_rank(self.handle)
+        if self.shadow is not None:
+            self.index.remove_rank(self.shadow)
+            self.shadow = None
+
+    def restore(self) -> None:
+        """The snapshot's lifetime is proven: what it kept, invisible until now, takes the place of the empty rank."""
+        if self.shadow is not None:
+            self.index.remove_rank(self.handle)
+            self.handle, self.shadow = self.shadow, None
 
     def info(self, now: float) -> StreamInfo:
         """What is known of the stream, for people."""
@@ -71,8 +90,10 @@ class Fleet:
         self.members: dict[tuple[str, int], Member] = {}
         self.routed = RoutedTable(limit=routed_entries)
 
-    def add(self, spec: WorkerSpec, now: float, policy: Policy) -> list[Member]:
-        """Add a worker with all its ranks. Raises :class:`FleetError`."""
+    def add(
+        self, spec: WorkerSpec, now: float, policy: Policy, remembered: Mapping[int, Remembered] | None = None
+    ) -> list[Member]:
+        """Add a worker with all its ranks; ``remembered``: a snapshot's positions by rank. Raises FleetError."""
         if spec.name in self.workers:
             raise FleetError(f"worker {spec.name!r} is there already: remove it first, or choose another name")
         if len(self.members) + spec.ranks > self._max_workers:
@@ -83,8 +104,9 @@ class Fleet:
         self.workers[spec.name] = spec
         members = []
         for rank in range(spec.rank, spec.rank + spec.ranks):
-            stream = Stream(now, replayable=spec.replay is not None, policy=policy)
-            member = self.members[spec.name, rank] = Member(spec, rank, index, stream)
+            position = None if remembered is None else remembered.get(rank)
+            stream = Stream(now, replayable=spec.replay is not None, policy=policy, remembered=position)
+            member = self.members[spec.name, rank] = Member(self, spec, rank, index, stream)
             members.append(member)
         return members
 
@@ -93,21 +115,52 @@ class Fleet:
         if name not in self.workers:
             known = ", ".join(sorted(self.workers)[:8]) or "none"
             raise FleetError(f"no worker {name!r}; there are: {known}")
-        spec = self.workers.pop(name)
-        members = [self.members.pop((name, rank)) for rank in range(spec.rank, spec.rank + spec.ranks)]
+        owners = [owner for owner, member in self.members.items() if name in (member.spec.name, member.pool)]
+        members = [self.members.pop(owner) for owner in owners]
+        for gone in {member.spec.name for member in members}:
+            del self.workers[gone]
         for member in members:
+            member.reset()
             member.index.remove_rank(member.handle)
             self.routed.forget(member.owner)
         return members
 
+    def add_holder(self, pool: Member, name: str) -> Member:
+        """A row of its own for a holder of a pool; it goes with the pool. Raises :class:`FleetError`."""
+        spec = msgspec.structs.replace(pool.spec, name=f"{pool.spec.name}/{name}", rank=0)
+        if spec.name in self.workers:
+            raise FleetError(f"worker {spec.name!r} is there already")
+        if len(self.members) >= self._max_workers:
+            raise FleetError(f"{len(self.members) + 1} worker-ranks, at most {self._max_workers}")
+        self.workers[spec.name] = spec
+        member = self.members[spec.name, 0] = Member(self, spec, 0, pool.index, pool.stream)
+        member.pool = pool.spec.name
+        return member
+
     def of_model(self, model: str, workers: Iterable[str] | None) -> list[Member]:
-        """The members that serve a model, optionally only the named workers, in the order they were added."""
+        """The members that serve a model, optionally only the named workers, in the order they were added.
+
+        A pool has no blocks of its own: naming it names its holders.
+        """
         wanted = None if workers is None else set(workers)
         return [
             member
             for member in self.members.values()
-            if member.spec.model == model and (wanted is None or member.spec.name in wanted)
+            if member.spec.model == model
+            and (member.spec.source != "pool" or member.pool is not None)
+            and (wanted is None or member.spec.name in wanted or member.pool in wanted)
         ]
+
+    def evict(self, besides: Member, now: float) -> Member | None:
+        """Make room in a full index: the model's least recently heard stream gives up all it holds, and says so."""
+        others = [m for m in self.members.values() if m.index is besides.index and m is not besides]
+        holding = [m for m in others if m.index.block_count(m.handle)]
+        if not holding:
+            return None
+        oldest = min(holding, key=lambda member: member.stream.heard_at or 0.0)
+        oldest.reset()
+        oldest.stream.handle(Refused("evicted"), now)
+        return oldest
 
     def sweep(self, limit: int) -> bool:
         """Dismantle dropped lifetimes, up to ``limit`` blocks an index; True if none are left."""

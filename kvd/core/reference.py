@@ -8,10 +8,11 @@ and is dismantled in bounded steps by :meth:`ReferenceIndex.sweep`.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import msgspec
 
+from kvd.core.image import Importer, Part, export
 from kvd.core.residency import Bounds, Budget, Outcome, Residency
 from kvd.core.tree import KeySequence, Tree, Window
 from protocols.events import Event, Stored, Tier
@@ -103,6 +104,16 @@ class ReferenceIndex:
                 self._graveyard.popleft()
                 self._free.append(oldest.slot)
         return not self._graveyard
+
+    # --- images ------------------------------------------------------------------------------------------------------
+
+    def export_rank(self, rank: int) -> Iterator[Part]:
+        """The rank's residency in parts. It must not change until the last one is made."""
+        return export(self._ranks[rank])
+
+    def import_rank(self, rank: int) -> Importer:
+        """Takes parts into a rank that is still empty."""
+        return Importer(self._ranks[rank])
 
     # --- events and questions ----------------------------------------------------------------------------------------
 

@@ -332,7 +332,9 @@ class Residency:
         elif highest > UINT32_MAX:
             self.learnt_scheme = "pad62"
         elif PAD_BASE <= highest < _NARROW_END:
-            self.learnt_scheme = "pad30"
+            self.learnt_scheme = "dynamo" if self.registered_scheme == "dynamo" else "pad30"  # the same pads
+        if self.learnt_scheme is not None and self.scheme != self.learnt_scheme:
+            self.counters["scheme_mismatch"] += 1
 
     def _announce(self, block: Block, content: Content) -> None:
         """Tie the block to its content, or let it wait for its parent; then link whoever waited for it."""
@@ -383,6 +385,10 @@ class Residency:
         ):
             self._reuse(block)
         self._untie(block)
+        self.adopt_waiting(block, content)
+
+    def adopt_waiting(self, block: Block, content: Content) -> None:
+        """Let a block that is tied to nothing wait for its parent; beyond the bound the oldest no longer waits."""
         block.content = content
         assert content.parent is not None
         self.waiting.setdefault(content.parent, []).append(block)
@@ -407,15 +413,22 @@ class Residency:
             self._reuse(block)
         node.pins += 1
         self._untie(block)
-        block.node, block.window = node, content.window
+        node.pins -= 1
+        self.adopt(block, content.window, node)
+
+    def adopt(self, block: Block, window: Window, node: Node) -> None:
+        """Tie a block that is tied to nothing. O(1), plus what coverage changes below."""
+        node.pins += 1
+        block.node, block.window = node, window
         self.names.setdefault(node, []).append(block)
-        self.windows[content.window] += 1
+        self.windows[window] += 1
         self._hold(block)
 
     def _reuse(self, block: Block) -> None:
         """The hash now names other content: what it named is gone."""
         self.counters["reused_hashes"] += 1
         block.copies = no_copies()
+        block.chunks = None
 
     def _untie(self, block: Block) -> None:
         """Undo what the block is tied to or waits for; its copies stay."""

@@ -18,12 +18,16 @@ class Disconnected(msgspec.Struct, frozen=True):
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """A live message. ``digest`` identifies its payload; ``batch`` is None when that cannot be used (``fault``)."""
+    """A live message. ``digest`` identifies its payload; ``batch`` is None when that cannot be used (``fault``).
+
+    ``counted``: the publisher gave the sequence; where the transport had to number messages itself, none can be missed.
+    """
 
     seq: int
     digest: int
     batch: Batch | None
     fault: str = ""
+    counted: bool = True
 
     @property
     def ts(self) -> float | None:
@@ -60,6 +64,23 @@ class Close(msgspec.Struct, frozen=True):
     """The worker was removed."""
 
 
+class Loss(msgspec.Struct, frozen=True):
+    """What is known to be missing of this lifetime, since which sequence, and why it could not be had."""
+
+    since: int
+    missing: int
+    reason: str
+
+
+class Remembered(msgspec.Struct, frozen=True):
+    """A stream's position when a snapshot was taken: the last applied message, by which a lifetime is proven."""
+
+    seq: int
+    digest: int
+    ts: float | None
+    loss: Loss | None
+
+
 Input = Connected | Disconnected | Message | Replayed | ReplayEnded | ReplayFailed | Refused | Tick | Close
 
 # --- effects ---------------------------------------------------------------------------------------------------------
@@ -77,6 +98,10 @@ class Reset(msgspec.Struct, frozen=True):
     reason: str
 
 
+class Restore(msgspec.Struct, frozen=True):
+    """The lifetime of the snapshot is proven: what it holds is this stream's now."""
+
+
 class StartReplay(msgspec.Struct, frozen=True):
     """Ask the publisher for every message from ``start`` on; a running replay is replaced."""
 
@@ -87,4 +112,4 @@ class StopReplay(msgspec.Struct, frozen=True):
     """Close the replay channel; what still arrives on it is ignored."""
 
 
-Effect = Apply | Reset | StartReplay | StopReplay
+Effect = Apply | Reset | Restore | StartReplay | StopReplay

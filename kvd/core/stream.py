@@ -12,7 +12,7 @@ States and what leads on from them are the table at the end of the class; a test
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import StrEnum
 from typing import Any, ClassVar, get_args
 
@@ -25,18 +25,24 @@ from kvd.core.signals import (
     Disconnected,
     Effect,
     Input,
+    Loss,
     Message,
     Refused,
+    Remembered,
     Replayed,
     ReplayEnded,
     ReplayFailed,
     Reset,
+    Restore,
     StartReplay,
     StopReplay,
     Tick,
 )
 from protocols.events import Bad, Batch, Cleared, Unknown
 from protocols.query import Trust
+
+MOST_MISSING = (1 << 63) - 1
+"""What a reply can carry; a broken publisher's sequences add up to more."""
 
 
 class State(StrEnum):
@@ -74,6 +80,10 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     conflict_window: float = 10.0
     conflict_pause: float = 30.0
     """How long a stream of several publishers is left alone before it is tried again."""
+    drained: bool = False
+    """The publisher hands out each message once, from a bounded buffer: a repeat is another lifetime, a hole is an
+    overflow that may have cost removals, so what was stored before it goes, and a sequence that goes on after a
+    reconnect proves the lifetime."""
 
 
 class Purpose(StrEnum):
@@ -88,7 +98,7 @@ class Purpose(StrEnum):
 class Replay:
     """A replay in progress."""
 
-    __slots__ = ("attempts", "begun", "progress", "proven", "purpose", "seen")
+    __slots__ = ("attempts", "begun", "known", "progress", "proven", "purpose", "seen")
 
     def __init__(self, purpose: Purpose, now: float) -> None:
         self.purpose = purpose
@@ -97,14 +107,8 @@ class Replay:
         self.attempts = 1
         self.seen = False
         self.proven = False
-
-
-class Loss(msgspec.Struct, frozen=True):
-    """What is known to be missing of this lifetime, since which sequence, and why it could not be had."""
-
-    since: int
-    missing: int
-    reason: str
+        self.known = -1
+        """The newest message that was seen of the lifetime, though it could not be used: the replay must reach it."""
 
 
 Action = Callable[["Stream", Any, float], None]
@@ -114,7 +118,9 @@ Table = dict[tuple[State, type], Action]
 class Stream:
     """The state machine of one publisher. ``handle`` is its only entry."""
 
-    def __init__(self, now: float, *, replayable: bool, policy: Policy | None = None) -> None:
+    def __init__(
+        self, now: float, *, replayable: bool, policy: Policy | None = None, remembered: Remembered | None = None
+    ) -> None:
         self.policy = policy or Policy()
         self.replayable = replayable
         self.state = State.CONNECTING
@@ -126,6 +132,7 @@ class Stream:
         self.heard_at: float | None = None
         self.counters: dict[str, int] = {}
         self._connected = False
+        self._connected_from = 0
         self._assumed = False
         self._entered = now
         self._replay: Replay | None = None
@@ -135,6 +142,17 @@ class Stream:
         self._begun: deque[float] = deque(maxlen=self.policy.conflict_lifetimes)
         self._conflict_until: float | None = None
         self._effects: list[Effect] = []
+        self._restoring = remembered is not None
+        if remembered is not None:
+            self.last, self.last_ts, self.loss = remembered.seq, remembered.ts, remembered.loss
+            self._evidence[remembered.seq] = remembered.digest
+
+    @property
+    def position(self) -> Remembered | None:
+        """What a snapshot must keep of this stream; None while nothing was applied or a lifetime is still doubted."""
+        if self.last is None or self._restoring or self.last not in self._evidence:
+            return None
+        return Remembered(self.last, self._evidence[self.last], self.last_ts, self.loss)
 
     def handle(self, given: Input, now: float) -> list[Effect]:
         """Take one input; return what must be done, in order."""
@@ -150,15 +168,18 @@ class Stream:
 
     def _connect(self, given: Connected, now: float) -> None:
         del given
-        if self._assumed:  # data had told of this connection before the transport's monitor did
-            self._assumed = False
-            return
+        assumed, self._assumed = self._assumed, False
+        if assumed and not self.replayable:
+            return  # data had told of this connection before the transport's monitor did
         if self._connected:
             self._drop_connection(now)
         self._connected = True
+        self._connected_from = self._expected
         if self.replayable:
             self._begin_replay(Purpose.BOOTSTRAP if self.last is None else Purpose.VERIFY, now)
-        elif self.last is None:
+        elif self.policy.drained:
+            self._enter(self._settled(), now)
+        elif self.last is None or self._restoring:
             self._enter(State.LIVE, now)
         else:  # nothing can prove that this is the publisher we knew
             self._lose(self.last + 1, 0, "reconnect_unproven")
@@ -222,8 +243,16 @@ class Stream:
             else:
                 self._new_lifetime("clock went back", message, now)
             return
+        self._restored()  # the live sequence goes on where the snapshot ends
         self._apply(message, now)
         self._enter(self._settled(), now)
+
+    def _restored(self) -> None:
+        if self._restoring:
+            self._restoring = False
+            self.confirmed = True
+            self._count("restored")
+            self._effects.append(Restore())
 
     def _clock_went_back(self, message: Message) -> bool:
         if message.ts is None or self.last_ts is None:
@@ -236,13 +265,20 @@ class Stream:
             self._held = deque([message])
             self._begin_replay(Purpose.REPAIR, now)
             return
-        self._lose(expected, message.seq - expected, "no_replay_endpoint")
+        if self._restoring:
+            self._new_lifetime("snapshot cannot be proven", message, now)
+            return
+        if self.policy.drained and self.last is not None:
+            self._effects.append(Reset("buffer overflow"))
+        reason = "buffer_overflow" if self.policy.drained else "no_replay_endpoint"
+        self._lose(expected, message.seq - expected, reason)
         self._apply(message, now)
-        self._enter(State.INCOMPLETE, now)
+        self._enter(self._settled(), now)
 
     def _backward(self, message: Message, now: float) -> None:
         """A sequence already passed: a repeat, a late arrival, or another lifetime."""
-        if self._is_repeat(message):
+        if not self.policy.drained and self._is_repeat(message):
+            self._restored()
             self._count("duplicates")
         elif self._is_late(message):
             self._count("late")
@@ -253,8 +289,15 @@ class Stream:
         return self._evidence.get(message.seq) == message.digest
 
     def _is_late(self, message: Message) -> bool:
-        """Given up as lost, and now overtaken: only an unordered transport does that, and its clock tells."""
-        if self.loss is None or not self.loss.missing or message.seq in self._evidence or message.seq < self.loss.since:
+        """Given up as lost, and now overtaken: only an unordered transport does that, and its clock tells.
+
+        What was missing before this connection cannot be overtaken on it: another process may be heard there.
+        """
+        if message.seq < self._connected_from:
+            return False
+        oldest = next(iter(self._evidence), message.seq)  # a clear makes up for a loss, but does not undo it
+        lost = self.loss is not None and self.loss.missing > 0 and message.seq >= self.loss.since
+        if message.seq in self._evidence or not (lost or message.seq > oldest):
             return False
         return message.ts is not None and self.last_ts is not None and message.ts <= self.last_ts
 
@@ -262,10 +305,7 @@ class Stream:
         """A live message while a replay decides what comes before it."""
         self.heard_at = now
         if self._held and message.seq <= self._held[-1].seq:
-            if any(held.seq == message.seq and held.digest == message.digest for held in self._held):
-                self._count("duplicates")
-            else:
-                self._new_lifetime("sequence went down", message, now)
+            self._hold_late(message, now)
             return
         if not self._held and self.last is not None and message.seq <= self.last:
             self._backward(message, now)
@@ -274,6 +314,21 @@ class Stream:
         self._advance(now)
         if len(self._held) > self.policy.held_messages:
             self._give_up("held_overflow", now)
+
+    def _hold_late(self, message: Message, now: float) -> None:
+        """Not newer than what is held: a repeat, one overtaken on an unordered transport, or another lifetime."""
+        place = next(i for i, held in enumerate(self._held) if held.seq >= message.seq)
+        after = self._held[place]
+        if self._is_repeat(message) or (after.seq == message.seq and after.digest == message.digest):
+            self._count("duplicates")
+        elif self._expected <= message.seq < after.seq and _not_after(message, after):
+            self._count("late")
+            self._held.insert(place, message)
+            self._advance(now)
+        elif message.seq < self._expected and self._is_late(message):
+            self._count("late")
+        else:
+            self._new_lifetime("sequence went down", message, now)
 
     # --- replay ------------------------------------------------------------------------------------------------------
 
@@ -307,7 +362,7 @@ class Stream:
             return
         unproven = first and self.last is not None  # the last known message was asked for, and did not come
         if unproven and replay.purpose is Purpose.VERIFY:
-            self._new_lifetime("lifetime cannot be proven", None, now)
+            self._new_lifetime("lifetime cannot be proven", None, now, message.seq)
             return
         if unproven or message.seq > expected:
             self._lose(expected, message.seq - expected, "history_lost")
@@ -323,27 +378,35 @@ class Stream:
             return
         if digest == message.digest:
             replay.proven = True
+            self._restored()
             self._advance(now)
             return
-        self._new_lifetime("another payload at a known sequence", None, now)
+        self._new_lifetime("another payload at a known sequence", None, now, message.seq)
 
     def _advance(self, now: float) -> None:
         """Apply what is held as far as it now follows; done when nothing is left to wait for.
 
-        Not before a doubted lifetime is proven: what is held may be another one's.
+        Not before a doubted lifetime is proven: what is held may be another one's. A message whose clock went back may
+        be a straggler of the process before; it counts once the replay brings it as well.
         """
         replay = self._replay
         if replay is not None and replay.purpose is Purpose.VERIFY and not replay.proven:
             return
         had = bool(self._held)
         while self._held and self._held[0].seq <= self._expected:
+            if self._held[0].seq == self._expected and self._clock_went_back(self._held[0]):
+                return
             message = self._held.popleft()
             if message.seq == self._expected:
                 self._apply(message, now)
-            elif not self._is_repeat(message):
+            elif self._is_repeat(message):
+                continue
+            elif self._clock_went_back(message):
+                self._count("stragglers")
+            else:
                 self._new_lifetime("another payload at a known sequence", None, now)
                 return
-        if had and not self._held:
+        if had and not self._held and (replay is None or self._expected > replay.known):
             self._finish(now)
 
     def _replay_ended(self, given: ReplayEnded, now: float) -> None:
@@ -356,13 +419,20 @@ class Stream:
             return
         if not replay.seen and self.last is not None:
             self._count("replay_without_history")
-            if replay.purpose is Purpose.PROBE:  # a publisher that knew the last message would have sent it
-                self._new_lifetime("replay does not know the last message", None, now)
-                return
+            if replay.purpose is Purpose.PROBE:  # unseen restart, or a publisher that keeps nothing: who could tell
+                self._lose(self._expected, 0, "replay_without_history")
+        self._drop_stragglers()
         if self.last is None and not self._held:
-            self.confirmed = True  # asked from 0, told there is nothing: it holds nothing
+            self.confirmed, self.loss = True, None  # asked from 0, told there is nothing: it holds nothing
         self._current_at = now
         self._finish(now)
+
+    def _drop_stragglers(self) -> None:
+        """The publisher was asked after these came and does not know them: they are from the process before."""
+        current = deque(message for message in self._held if not self._clock_went_back(message))
+        if len(current) < len(self._held):
+            self._count("stragglers")
+        self._held = current
 
     def _replay_failed(self, given: ReplayFailed, now: float) -> None:
         if self._replay is not None:
@@ -376,7 +446,7 @@ class Stream:
             return
         replay.attempts += 1
         replay.progress = now
-        replay.seen = False
+        replay.seen = replay.proven = False
         self._count("replay_retries")
         self._ask()
 
@@ -389,6 +459,10 @@ class Stream:
             self._end_replay()
             heard = self.heard_at is not None and self.heard_at > replay.begun  # its replay is dead, not the stream
             self._enter(self._settled() if heard else State.SILENT, now)
+            return
+        if self._restoring:
+            first, *others = self._held or (None,)
+            self._new_lifetime("snapshot cannot be proven", first, now, others=others)
             return
         begins_here = self.last is None and bool(self._held) and self._held[0].seq == 0
         if not begins_here:
@@ -430,6 +504,8 @@ class Stream:
             return
         self._effects.append(Apply(message))
         self._judge(message.seq, message.batch)
+        if not message.counted:
+            self._lose(message.seq, 0, "gaps_undetectable")
 
     def _judge(self, seq: int, batch: Batch) -> None:
         """A clear makes a lifetime whole; an unreadable event, or a clear of unknown scope, leaves it in doubt."""
@@ -447,28 +523,42 @@ class Stream:
             self._enter(State.INCOMPLETE, now)
 
     def _lose(self, since: int, missing: int, reason: str) -> None:
-        self.counters["missing"] = self.counters.get("missing", 0) + missing
+        self.counters["missing"] = min(self.counters.get("missing", 0) + missing, MOST_MISSING)
         if self.loss is None:
-            self.loss = Loss(since, missing, reason)
+            self.loss = Loss(since, min(missing, MOST_MISSING), reason)
         else:
-            self.loss = Loss(self.loss.since, self.loss.missing + missing, self.loss.reason)
+            self.loss = Loss(self.loss.since, min(self.loss.missing + missing, MOST_MISSING), self.loss.reason)
 
-    def _new_lifetime(self, reason: str, first: Message | None, now: float) -> None:
-        """Drop the old lifetime and begin the new one, with ``first`` if a live message told of it."""
+    def _new_lifetime(
+        self, reason: str, first: Message | None, now: float, known: int = -1, others: Sequence[Message] = ()
+    ) -> None:
+        """Drop the old lifetime and begin the new one, with ``first`` if a live message told of it, and ``others``
+        that came after it.
+
+        ``known``: the newest message of the new one that a replay has shown.
+        """
+        if first is None and self._held:
+            known = max(known, self._held[-1].seq)
         self._count("restarts")
         self._end_replay()
         self._effects.append(Reset(reason))
+        if self._restoring:
+            self._restoring = False
+            self._count("snapshots_discarded")
         self.lifetime += 1
         self.last = self.last_ts = self.loss = None
         self.confirmed = False
         self._evidence.clear()
-        self._held = deque() if first is None else deque([first])  # the replay brings again what is dropped here
+        # What is dropped here without a first message, the replay brings again.
+        self._held = deque() if first is None else deque([first, *others])
         if self._is_conflict(now):
             self._pause(now)
         elif first is not None and first.seq == 0:
             self._finish(now)
         elif self.replayable and self._connected:
             self._begin_replay(Purpose.BOOTSTRAP, now)
+            if self._replay is not None:
+                self._replay.known = known
         else:
             self._finish(now)
 
@@ -527,7 +617,8 @@ class Stream:
             return
         since = max(self._entered, self.heard_at or 0.0, self._current_at or 0.0)
         if now - since >= self.policy.probe_interval:
-            self._begin_replay(Purpose.PROBE, now)
+            nothing_but_loss = self.last is None and self.loss is not None
+            self._begin_replay(Purpose.BOOTSTRAP if nothing_but_loss else Purpose.PROBE, now)
 
     # --- trust -------------------------------------------------------------------------------------------------------
 
@@ -535,6 +626,8 @@ class Stream:
         """How far a score of this stream can be believed."""
         if self.state is State.CLOSED:
             return Trust(state="unknown", reason="closed")
+        if self._restoring:
+            return Trust(state="unknown", reason="restoring")
         if not self.confirmed and self.loss is None:
             bootstrapping = self.state is State.BOOTSTRAPPING
             reason = "bootstrapping" if bootstrapping else "no_events_yet" if self._connected else "not_connected"
@@ -564,10 +657,15 @@ class Stream:
         since = self._expected
         missing = self._held[0].seq - since if self._held else 0
         if self.loss is not None:
-            since, missing = self.loss.since, missing + self.loss.missing
+            since, missing = self.loss.since, min(missing + self.loss.missing, MOST_MISSING)
         return Trust(state="incomplete", reason="repairing", since_seq=since, missing=missing)
 
     TABLE: ClassVar[Table] = {}
+
+
+def _not_after(message: Message, other: Message) -> bool:
+    """Whether the engine's clock says so; False where it says nothing."""
+    return message.ts is not None and other.ts is not None and message.ts <= other.ts
 
 
 def _table() -> Table:

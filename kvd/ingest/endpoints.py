@@ -1,15 +1,16 @@
-"""Where each data-parallel rank of a worker publishes.
+"""Where each data-parallel rank of a worker publishes, and what each kind of source may be told.
 
 vLLM and SGLang publish one stream per rank: tcp ports count up from the base, inproc names get a suffix, and ipc cannot
-carry more than one rank.
+carry more than one rank. TensorRT-LLM's HTTP server has all ranks of a worker behind one URL.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from urllib.parse import urlsplit
 
 from protocols.errors import ConfigError
-from protocols.query import WorkerSpec
+from protocols.query import SourceName, WorkerSpec
 
 _SCHEMES = ("tcp", "ipc", "inproc")
 MAX_RANKS = 1024
@@ -39,16 +40,56 @@ def validate(spec: WorkerSpec, origin: str = "") -> WorkerSpec:
     if spec.block_size is not None and spec.block_size < 1:
         remedy = "leave it out to learn it from events"
         raise ConfigError(f"{key}.block_size", spec.block_size, "1 or more", origin=origin, remedy=remedy)
+    _RULES[spec.source](key, spec, origin)
+    return spec
+
+
+def _validate_zmq(key: str, spec: WorkerSpec, origin: str) -> None:
     _validate_endpoint(f"{key}.endpoint", spec.endpoint, spec, origin)
     if spec.replay is not None:
         _validate_endpoint(f"{key}.replay", spec.replay, spec, origin)
-    return spec
+
+
+def _validate_atom(key: str, spec: WorkerSpec, origin: str) -> None:
+    _refuse_replay(key, spec, origin)
+    _validate_endpoint(f"{key}.endpoint", spec.endpoint, spec, origin)
+
+
+def _validate_pool(key: str, spec: WorkerSpec, origin: str) -> None:
+    if spec.ranks != 1 or spec.rank:
+        said = "0 and 1: a pool is one stream, its holders are rows"
+        raise ConfigError(f"{key}.rank/ranks", (spec.rank, spec.ranks), said, origin=origin)
+    _validate_atom(key, spec, origin)
+
+
+def _validate_http(key: str, spec: WorkerSpec, origin: str) -> None:
+    _refuse_replay(key, spec, origin)
+    try:
+        parts = urlsplit(spec.endpoint)
+        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        usable = False
+    if not usable:
+        raise ConfigError(f"{key}.endpoint", spec.endpoint, "the engine's http://host:port", origin=origin)
+    if "@" in parts.netloc or parts.query or parts.fragment:
+        raise ConfigError(f"{key}.endpoint", spec.endpoint, "a URL without user, query and fragment", origin=origin)
+    if spec.mode != "connect" or spec.topic:
+        told = (spec.mode, spec.topic)
+        raise ConfigError(f"{key}.mode/topic", told, "neither: this source is polled over HTTP", origin=origin)
+
+
+def _refuse_replay(key: str, spec: WorkerSpec, origin: str) -> None:
+    if spec.replay is not None:
+        said = f"no replay endpoint: a source {spec.source!r} has none"
+        raise ConfigError(f"{key}.replay", spec.replay, said, origin=origin)
 
 
 def _validate_endpoint(key: str, endpoint: str, spec: WorkerSpec, origin: str) -> None:
     scheme, _, rest = endpoint.partition("://")
     if scheme not in _SCHEMES or not rest:
-        raise ConfigError(key, endpoint, "tcp://host:port, ipc://path or inproc://name", origin=origin)
+        remedy = 'an engine polled over HTTP needs source = "trtllm-http"' if scheme in ("http", "https") else ""
+        said = "tcp://host:port, ipc://path or inproc://name"
+        raise ConfigError(key, endpoint, said, origin=origin, remedy=remedy)
     if scheme == "ipc" and spec.ranks > 1:
         remedy = "give each rank a worker entry of its own"
         raise ConfigError(key, endpoint, "tcp for several ranks", origin=origin, remedy=remedy)
@@ -67,3 +108,8 @@ def _validate_port(key: str, endpoint: str, spec: WorkerSpec, origin: str) -> No
     if spec.mode == "connect" and "*" in endpoint:
         remedy = 'name the engine\'s host, or set mode = "bind" if the engine connects'
         raise ConfigError(key, endpoint, "a host to connect to", origin=origin, remedy=remedy)
+
+
+_RULES: dict[SourceName, Callable[[str, WorkerSpec, str], None]] = {
+    "zmq": _validate_zmq, "atom": _validate_atom, "pool": _validate_pool, "trtllm-http": _validate_http,
+}  # fmt: skip

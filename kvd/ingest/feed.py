@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from xxhash import xxh3_64_intdigest
 
 from kvd.core.fleet import Member
-from kvd.core.residency import Skipped
+from kvd.core.residency import Outcome, Skipped
 from kvd.core.signals import (
     Apply,
     Close,
@@ -22,6 +23,7 @@ from kvd.core.signals import (
     ReplayEnded,
     ReplayFailed,
     Reset,
+    Restore,
     StartReplay,
     StopReplay,
     Tick,
@@ -29,8 +31,18 @@ from kvd.core.signals import (
 from kvd.ingest.transport import Transport
 from protocols.engine import decode_pub, decode_replay
 from protocols.errors import WireError
-from protocols.events import Batch, ReplayEnd
+from protocols.events import Batch, Event, ReplayEnd
 from protocols.limits import DEFAULT_LIMITS, Limits
+
+MAX_PAUSED = 20_000
+"""Inputs that may wait while a feed stands still."""
+
+
+class Holder(Protocol):
+    """What a feed's events are applied to: a worker-rank, or all holders of a pool."""
+
+    def apply(self, event: Event) -> Outcome: ...
+    def reset(self) -> None: ...
 
 
 class Feed:
@@ -42,8 +54,10 @@ class Feed:
         self.member = member
         self.transport = transport
         self.counters: Counter[str] = Counter()
+        self._holder: Holder = member
         self._clock = clock
         self._limits = limits
+        self._paused: list[Input] | None = None
 
     def open(self) -> None:
         """Begin to listen."""
@@ -56,7 +70,25 @@ class Feed:
 
     def tick(self) -> None:
         """Let deadlines pass."""
-        self._handle(Tick())
+        if self._paused is None:
+            self._handle(Tick())
+
+    # --- a standstill ------------------------------------------------------------------------------------------------
+
+    def pause(self) -> None:
+        """Let nothing more happen to stream and index until :meth:`resume`; what comes meanwhile waits, in order."""
+        self._paused = []
+
+    @property
+    def overflowing(self) -> bool:
+        """So much waits that the pause should end."""
+        return self._paused is not None and len(self._paused) > MAX_PAUSED
+
+    def resume(self) -> None:
+        """Let everything that waited happen."""
+        waiting, self._paused = self._paused or [], None
+        for given in waiting:
+            self._handle(given)
 
     # --- what the transport brings -----------------------------------------------------------------------------------
 
@@ -76,6 +108,10 @@ class Feed:
             self._handle(self._unusable(error.seq, frames[-1], error.code))
             return
         self._handle(self._message(batch, frames[-1]))
+
+    def received(self, message: Message) -> None:
+        """A live message that a transport has decoded itself."""
+        self._handle(message)
 
     def replayed(self, frames: Sequence[bytes]) -> None:
         try:
@@ -106,6 +142,9 @@ class Feed:
         return Message(seq=seq, digest=xxh3_64_intdigest(payload), batch=None, fault=fault)
 
     def _handle(self, given: Input) -> None:
+        if self._paused is not None:
+            self._paused.append(given)
+            return
         stream = self.member.stream
         refused = None
         for effect in stream.handle(given, self._clock()):
@@ -118,7 +157,9 @@ class Feed:
         if isinstance(effect, Apply):
             return self._apply(effect.message)
         if isinstance(effect, Reset):
-            self.member.reset()
+            self._holder.reset()
+        elif isinstance(effect, Restore):
+            self.member.restore()
         elif isinstance(effect, StartReplay):
             self.transport.replay(effect.start)
         elif isinstance(effect, StopReplay):
@@ -128,7 +169,17 @@ class Feed:
     def _apply(self, message: Message) -> str | None:
         refused = None
         for event in message.batch.events if message.batch is not None else ():
-            outcome = self.member.apply(event)
-            if isinstance(outcome, Skipped) and outcome.reason == "index_full":
-                refused = outcome.reason
+            outcome = self._holder.apply(event)
+            if _is_full(outcome) and self._make_room():
+                outcome = self._holder.apply(event)
+            if _is_full(outcome):
+                refused = "index_full"
         return refused
+
+    def _make_room(self) -> bool:
+        """Let the least recently heard stream go; False if there is none to let go."""
+        return self.member.fleet.evict(self.member, self._clock()) is not None
+
+
+def _is_full(outcome: Outcome) -> bool:
+    return isinstance(outcome, Skipped) and outcome.reason == "index_full"

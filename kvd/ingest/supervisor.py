@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import Callable, Mapping
 
 import zmq
 
 from kvd.core.fleet import Fleet, FleetError, Member
+from kvd.core.signals import Remembered
 from kvd.core.stream import Policy
-from kvd.ingest.endpoints import rank_endpoint, validate
+from kvd.ingest.endpoints import validate
 from kvd.ingest.feed import Feed
-from kvd.ingest.zmq import ZmqOptions, ZmqTransport
+from kvd.ingest.polling import PollOptions
+from kvd.ingest.sources import SOURCES, Wiring, policy_of
+from kvd.ingest.zmq import ZmqOptions
 from kvd.sockets import Pump
+from protocols.errors import KvdError
 from protocols.limits import DEFAULT_LIMITS, Limits
 from protocols.query import WorkerSpec
 
 SWEEP_BLOCKS = 2048
 """Blocks of dropped lifetimes dismantled per tick and index: well under a millisecond of the loop."""
+_CLOSE_SECONDS = 5.0
 
 
 class Supervisor:
@@ -29,43 +35,54 @@ class Supervisor:
         *,
         policy: Policy,
         options: ZmqOptions,
+        polling: PollOptions | None = None,
         limits: Limits = DEFAULT_LIMITS,
     ) -> None:
         self.fleet = fleet
         self.feeds: dict[tuple[str, int], Feed] = {}
+        self.dynamic: set[str] = set()
         self._clock = clock
         self._policy = policy
-        self._options = options
-        self._limits = limits
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, 65_535)
-        self._pump = Pump()
+        self._wiring = Wiring(
+            fleet, self._context, Pump(), clock, options=options, polling=polling or PollOptions(), limits=limits
+        )
 
-    def add(self, spec: WorkerSpec) -> None:
-        """Watch a worker. Raises ConfigError or :class:`FleetError`; then nothing of it was added."""
+    def add(
+        self,
+        spec: WorkerSpec,
+        *,
+        dynamic: bool = False,
+        remembered: Mapping[int, Remembered] | None = None,
+        prepare: Callable[[Member], None] | None = None,
+    ) -> None:
+        """Watch a worker. Raises ConfigError or :class:`FleetError`; then nothing of it was added.
+
+        ``dynamic``: it was added at run time, so no file brings it back. ``remembered`` and ``prepare`` restore a
+        snapshot: positions by rank, and what fills each member's shadow; what ``prepare`` raises is raised on.
+        """
         validate(spec)
-        members = self.fleet.add(spec, self._clock(), self._policy)
+        members = self.fleet.add(spec, self._clock(), policy_of(spec, self._policy), remembered)
+        if dynamic:
+            self.dynamic.add(spec.name)
         try:
             for member in members:
-                self._open(spec, member)
+                if prepare is not None:
+                    prepare(member)
+            for feed in SOURCES[spec.source](self._wiring, spec, members):
+                feed.open()
+                self.feeds[feed.member.owner] = feed
         except zmq.ZMQError as error:
             self.remove(spec.name)
             raise FleetError(f"worker {spec.name!r}: {spec.endpoint} cannot be used: {error}") from None
-
-    def _open(self, spec: WorkerSpec, member: Member) -> None:
-        offset = member.rank - spec.rank
-        member.endpoint = rank_endpoint(spec.endpoint, offset)
-        member.replay = None if spec.replay is None else rank_endpoint(spec.replay, offset)
-        transport = ZmqTransport(
-            self._context, self._pump, endpoint=member.endpoint, replay=member.replay, bind=spec.mode == "bind",
-            topic=spec.topic.encode(), options=self._options,
-        )  # fmt: skip
-        feed = Feed(member, transport, self._clock, self._limits)
-        feed.open()
-        self.feeds[member.owner] = feed
+        except (KvdError, ValueError):
+            self.remove(spec.name)
+            raise
 
     def remove(self, name: str) -> None:
         """Forget a worker and all it held. Raises :class:`FleetError`."""
+        self.dynamic.discard(name)
         for member in self.fleet.remove(name):
             feed = self.feeds.pop(member.owner, None)
             if feed is not None:
@@ -82,5 +99,10 @@ class Supervisor:
         for feed in self.feeds.values():
             feed.close()
         self.feeds.clear()
-        self._pump.close()
+        self._wiring.pump.close()
         self._context.term()
+
+    async def finished(self) -> None:
+        """After :meth:`close`: until every task of a source has ended, or a deadline passed."""
+        if self._wiring.tasks:
+            await asyncio.wait(self._wiring.tasks, timeout=_CLOSE_SECONDS)

@@ -6,10 +6,14 @@ import logging
 import uuid
 from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
+from kvd.core.diagnosis import Case, Tallies, diagnose
 from kvd.core.fleet import Fleet, FleetError, Member, totals
 from kvd.core.score import routed_keys, score, score_keys
 from kvd.ingest.supervisor import Supervisor
+from kvd.serve.handout import SnapshotHandout
+from kvd.serve.lag import LoopLag
 from protocols import query
 from protocols.errors import ConfigError, PlanError, RequestError
 from protocols.plan import Plan, TextPlan, token_count, validate
@@ -31,12 +35,15 @@ class Service:
 
     def __init__(
         self, fleet: Fleet, supervisor: Supervisor, clock: Callable[[], float], *, limits: query.Limits,
-        routed_ttl_ms: int = 2_000, text_ttl_ms: int = 120_000,
+        routed_ttl_ms: int = 2_000, text_ttl_ms: int = 120_000, snapshot: Path | None = None,
     ) -> None:  # fmt: skip
         self.fleet = fleet
         self.limits = limits
+        self.handout = SnapshotHandout(snapshot)
+        self.loop_lag = LoopLag()
         self.instance = uuid.uuid4().hex
         self.observed: dict[str, list[int]] = {}
+        self.tallies = Tallies()
         self._supervisor = supervisor
         self._clock = clock
         self._routed_ttl_ms = routed_ttl_ms
@@ -69,14 +76,19 @@ class Service:
             case query.Observed():
                 return self._observe(request)
             case query.AddWorker():
-                self._supervisor.add(request.worker)
+                self._supervisor.add(request.worker, dynamic=True)
             case query.RemoveWorker():
                 self._supervisor.remove(request.name)
                 self.observed.pop(request.name, None)
+                self.tallies.keep(self.fleet.members)
             case query.ListWorkers():
                 return self._list_workers(request)
             case query.ListStreams():
                 return self._list_streams(request)
+            case query.FetchSnapshot():
+                return self.handout.piece(request)
+            case query.Diagnose():
+                return self._diagnose(request)
             case query.Check():
                 return self._check(request)
         return query.Ok(id=request.id)
@@ -96,9 +108,10 @@ class Service:
             self._accept(plan)
         self._known(request.workers)
         now = self._clock()
-        return query.Scores(
-            id=request.id, answers=[score(self.fleet, plan, request.workers, now) for plan in request.plans]
-        )
+        answers = [score(self.fleet, plan, request.workers, now) for plan in request.plans]
+        for plan, answer in zip(request.plans, answers, strict=True):
+            self.tallies.note(plan, answer)
+        return query.Scores(id=request.id, answers=answers)
 
     def _accept(self, plan: Plan) -> None:
         validate(plan)
@@ -173,8 +186,20 @@ class Service:
             info.counters.update(feed.counters)
         return info
 
+    def _diagnose(self, request: query.Diagnose) -> query.Diagnosed:
+        self._known([request.worker])
+        self.tallies.keep(self.fleet.members)
+        now = self._clock()
+        members = [member for member in self.fleet.members.values() if member.spec.name == request.worker]
+        cases = [Case(spec=m.spec, info=self._info(m, now), tally=self.tallies.of(m.owner)) for m in members]
+        diagnoses = [
+            query.Diagnosis(worker=case.info.worker, rank=case.info.rank, findings=diagnose(case)) for case in cases
+        ]
+        return query.Diagnosed(id=request.id, diagnoses=diagnoses)
+
     def _check(self, request: query.Check) -> query.Checked:
         failures, sizes = self.fleet.check(), totals(self.fleet)
         return query.Checked(
-            id=request.id, ok=not failures, failures=failures[:100], blocks=sizes.blocks, nodes=sizes.nodes
-        )
+            id=request.id, ok=not failures, failures=failures[:100], blocks=sizes.blocks, nodes=sizes.nodes,
+            loop_lag_seconds=self.loop_lag.worst(self._clock()),
+        )  # fmt: skip

@@ -1,8 +1,9 @@
 """The query socket: ROUTER, bursts in, replies out, every refusal an Error on a living connection.
 
 What arrives is queued with its time of arrival and answered in order, at most a few milliseconds between two looks at
-the loop. A client that keeps more than its bound in the queue is told ``busy``; a request that waited past its own
-timeout is told ``late`` instead of being worked on for nobody.
+the loop. Queries are shed, events are not: a client that keeps more than its bound in the queue, or any client once the
+whole queue is full, is told ``busy`` at once; a request that waited past its own timeout is told ``late`` instead of
+being worked on for nobody.
 """
 
 from __future__ import annotations
@@ -93,8 +94,6 @@ class QueryServer:
     # --- receiving ---------------------------------------------------------------------------------------------------
 
     def _take(self) -> bool:
-        if len(self._queue) >= self._high_water_mark:
-            return False  # libzmq's own queue is the next bound
         frames = receive(self._source.socket)
         if frames is None:
             return False
@@ -107,6 +106,9 @@ class QueryServer:
         if size > limits.message_bytes:
             said = f"{size} bytes, at most {limits.message_bytes}: split the request"
             self._refuse(waiting, "too_large", said, retriable=False)
+        elif len(self._queue) >= limits.queued:
+            said = f"{limits.queued} requests of all clients wait already: try again"
+            self._refuse(waiting, "busy", said, retriable=True)
         elif self._in_flight[client] >= limits.in_flight_per_client:
             said = f"{limits.in_flight_per_client} requests in flight already: wait for replies"
             self._refuse(waiting, "busy", said, retriable=True)

@@ -41,13 +41,13 @@ class Daemon:
         if self.process.poll() is None:
             self.stop()
 
-    def start(self) -> None:
+    def start(self, timeout: float = 20.0) -> None:
         sets = [f"--set={name}={value}" for name, value in self._settings.items()]
         command = [sys.executable, "-m", "kvd", "serve", "--config", str(self._config), "--endpoint", self.endpoint]
         with self.log.open("ab") as log:
             self.process = subprocess.Popen([*command, *sets], stderr=log, stdout=log, env=_environment())
         self.client = Client(self.endpoint, timeout=10.0)
-        eventually(self._answers)
+        eventually(self._answers, timeout)
 
     def _answers(self) -> bool:
         assert self.process.poll() is None, self.log.read_text()

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from kvd.core.fleet import Fleet, Member
+from kvd.core.fleet import Fleet
 from kvd.core.score import score
+from kvd.core.signals import Remembered
 from kvd.core.stream import Policy
 from kvd.ingest.feed import Feed
 from kvd.ingest.transport import Sink
@@ -40,13 +41,20 @@ class Line:
     """One worker-rank in a fleet, fed by hand under a clock that only the test moves."""
 
     def __init__(
-        self, fleet: Fleet | None = None, *, name: str = "w", policy: Policy | None = None, **spec: Any
+        self,
+        fleet: Fleet | None = None,
+        *,
+        name: str = "w",
+        policy: Policy | None = None,
+        remembered: Remembered | None = None,
+        **spec: Any,
     ) -> None:
         self.now = 0.0
         self.fleet = fleet or Fleet(max_blocks=1 << 40)
         fields = {"model": "m", "endpoint": "inproc://x"} | spec
         self.policy = policy or Policy()
-        (self.member,) = self.fleet.add(WorkerSpec(name=name, **fields), self.now, self.policy)
+        positions = None if remembered is None else {fields.get("rank", 0): remembered}
+        (self.member,) = self.fleet.add(WorkerSpec(name=name, **fields), self.now, self.policy, positions)
         self.transport = HandTransport()
         self.feed = Feed(self.member, self.transport, lambda: self.now)
         self.feed.open()
@@ -86,7 +94,3 @@ class Line:
         asked = exact_plan("m", plan) if isinstance(plan, (list, range, tuple)) else plan
         answer = score(self.fleet, asked, [self.member.spec.name], self.now)  # type: ignore[arg-type]
         return answer.workers[0]
-
-
-def member_of(line: Line) -> Member:
-    return line.member

@@ -34,7 +34,9 @@ from tests.kit.publisher import Publisher, chain_of
 from tests.kit.waiting import eventually_async
 
 PROMPT = list(range(100, 116))
-LIMITS = QuerySettings(message_bytes=64 << 10, plans_per_request=4, tokens_per_plan=1000, in_flight_per_client=8)
+LIMITS = QuerySettings(
+    message_bytes=64 << 10, plans_per_request=4, tokens_per_plan=1000, in_flight_per_client=8, queued=100
+)
 
 
 @pytest.fixture
@@ -259,6 +261,22 @@ async def test_beyond_the_in_flight_bound_a_client_is_told_busy_and_others_are_s
     del server._schedule
     server._schedule()
     assert [query.decode_reply(await raw.recv()).id for _ in range(8)] == list(range(1, 9))
+    assert (await client.hello()).protocol == query.PROTOCOL
+
+
+async def test_once_the_whole_queue_is_full_everybody_is_told_busy(
+    served: tuple[Runtime, QueryServer], client: AsyncClient
+) -> None:
+    server = served[1]
+    await client.hello()
+    server._schedule = lambda: None  # type: ignore[method-assign]
+    server._queue.extend(Waiting([b"c"], query.encode(query.Hello(id=1)), 0.0) for _ in range(LIMITS.queued))
+    server._in_flight[b"c"] = LIMITS.queued
+    refused = await client.request(query.Hello(id=0))
+    assert isinstance(refused, query.Error)
+    assert (refused.code, refused.retriable) == ("busy", True)
+    del server._schedule
+    server._schedule()
     assert (await client.hello()).protocol == query.PROTOCOL
 
 

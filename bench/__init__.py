@@ -1,0 +1,1 @@
+"""Measurements. Uses kvd; kvd never imports this."""

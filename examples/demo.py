@@ -149,8 +149,10 @@ def _planned(recorded: Recorded) -> ExactPlan | PrefixPlan:
 def _table(kvd: Client, plan: Plan, title: str) -> Table:
     answer = kvd.score(plan)
     table = Table(title=f"{title}: {answer.prompt_tokens} tokens", title_justify="left")
-    for column in ("worker", "matched tokens", "trust", "why zero"):
-        table.add_column(column, justify="right" if column == "matched tokens" else "left", min_width=30 if column == "trust" else 14)
+    table.add_column("worker", min_width=14)
+    table.add_column("matched tokens", justify="right")
+    table.add_column("trust", min_width=60)
+    table.add_column("why zero", min_width=14)
     for score in answer.workers:
         table.add_row(*_cells(score))
     return table

@@ -8,7 +8,7 @@ from typing import IO
 
 import anyio
 
-from kvd.client import AsyncClient
+from kvd.client.asynchronous import AsyncClient
 from kvd.client.calls import read
 from kvd.snapshot import SnapshotError
 from kvd.snapshot import read as read_snapshot

@@ -160,17 +160,16 @@ def workers(
     """List workers, or add and remove them."""
     if context.invoked_subcommand is not None:
         return
-    with _daemon(endpoint, timeout) as client:
-        infos = client.workers()
-    if as_json:
-        print_json(infos)
-    else:
-        console().print(stream_table([stream for info in infos for stream in info.streams]))
+    _list(endpoint, timeout, as_json)
 
 
 @workers_app.command("list")
 def list_workers(endpoint: EndpointOption = None, timeout: TimeoutOption = 5.0, as_json: JsonOption = False) -> None:
     """List workers with their streams."""
+    _list(endpoint, timeout, as_json)
+
+
+def _list(endpoint: str | None, timeout: float, as_json: bool) -> None:
     with _daemon(endpoint, timeout) as client:
         infos = client.workers()
     if as_json:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvd.ingest.advertised import (
     Learnt,
@@ -261,3 +263,48 @@ async def test_an_engine_that_is_not_there_or_too_slow() -> None:
             await discover(engine.url, seconds=0.1)
         engine._server.server_close()
         engine.start()
+
+
+# --- anything --------------------------------------------------------------------------------------------------------
+
+_leaf = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=12)
+_field = _leaf | st.sampled_from(["tcp://*:5557", "tcp://[::]:1", "tcp://", "ipc:///x", "zmq", "0.5.23", "m"])
+_publisher = st.dictionaries(
+    st.sampled_from(["data_parallel_rank", "dp_rank", "endpoint", "replay_endpoint", "topic", "publisher"]), _field
+)
+_events = st.dictionaries(
+    st.sampled_from(["publisher", "endpoint_host", "endpoint_port_base", "topic", "block_size", "dp_size",
+                     "replay_endpoint_port_base"]), _field | st.integers(0, 70_000),
+)  # fmt: skip
+_models = st.fixed_dictionaries(
+    {}, optional={"data": st.lists(st.dictionaries(st.sampled_from(["id", "parent"]), _field))}
+)
+
+
+@given(
+    st.lists(_publisher | _leaf, max_size=4) | st.dictionaries(st.sampled_from(["sources", "data"]), _leaf) | _leaf,
+    _models | _leaf, st.fixed_dictionaries({}, optional={"version": _field}) | _leaf,
+)  # fmt: skip
+def test_any_answer_of_vllm_is_worker_entries_or_a_named_error(sources: Any, models: Any, version: Any) -> None:
+    try:
+        learnt = vllm_learnt(sources, models, version, host="h", url="http://h")
+    except EngineError as error:
+        assert error.url.startswith("http://h/")  # noqa: PT017
+        return
+    assert sum(entry.ranks for entry in worker_specs(learnt, "w")) == len(learnt.publishers) > 0
+
+
+@given(
+    st.fixed_dictionaries(
+        {"kv_events": _events | _leaf},
+        optional={"version": _field, "served_model_name": _field, "model_path": _field, "dcp_size": _field},
+    )
+)
+def test_any_answer_of_sglang_is_worker_entries_or_a_named_error(info: dict[str, Any]) -> None:
+    try:
+        learnt = sglang_learnt(info, host="h", url="http://h")
+    except EngineError as error:
+        assert error.url.startswith("http://h/")  # noqa: PT017
+        return
+    (entry,) = worker_specs(learnt, "w")
+    assert entry.ranks == len(learnt.publishers)

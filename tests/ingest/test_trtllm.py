@@ -68,6 +68,7 @@ async def test_events_are_drained_and_scored() -> None:
             await watched.at(engine.emit(moved(3, 0, 1)))
             answer = (await watched.kvd.score(exact_plan("m", PROMPT))).workers[0]
             assert (answer.matched_tokens, answer.tier_tokens["host"]) == (8, 12)
+            assert [diagnosis.findings for diagnosis in await watched.kvd.diagnose("t")] == [[]]
 
 
 async def test_one_url_serves_all_ranks() -> None:

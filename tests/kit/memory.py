@@ -59,6 +59,7 @@ class Line:
         self.feed = Feed(self.member, self.transport, lambda: self.now)
         self.feed.open()
         self.seq = 0
+        self.sent: list[bytes] = []
 
     def connect(self) -> Line:
         self.feed.connected()
@@ -71,6 +72,7 @@ class Line:
     def publish_payload(self, payload: bytes, *, seq: int | None = None) -> int:
         number = self.seq if seq is None else seq
         self.seq = number + 1
+        self.sent.append(payload)
         self.feed.message([b"", number.to_bytes(8, "big"), payload])
         return number
 

@@ -70,6 +70,14 @@ async def runtime(config: Config | None = None) -> AsyncIterator[Runtime]:
 
 async def _restored(parts: Runtime) -> SnapshotWriter | None:
     """Add every worker, each with what a snapshot kept of it; the writer of further snapshots, if they are on."""
+    gc.disable()  # a million blocks are made here, none of them garbage
+    try:
+        return await _restore(parts)
+    finally:
+        gc.enable()
+
+
+async def _restore(parts: Runtime) -> SnapshotWriter | None:
     settings = parts.config.snapshot
     path, sections = settings.file, {}
     if path is not None:

@@ -147,5 +147,6 @@ class Monitor:
         return True
 
     def close(self) -> None:
-        self._source.close()
+        """Events are ended before their receiver: one that finds none blocks libzmq's thread, and then us, for ever."""
         self._watched.disable_monitor()
+        self._source.close()

@@ -21,6 +21,9 @@ from protocols.tokens import UINT32_MAX
 END_SEQ = b"\xff" * 8
 """Sequence of the replay end marker (−1); never a live sequence."""
 
+MAX_NAME = 4096
+"""Characters of an adapter's name, a salt or a media identifier: they are kept, so they are bounded."""
+
 _MILLISECONDS = 1e11
 """An integer time stamp above this is in milliseconds (Mooncake)."""
 
@@ -366,9 +369,13 @@ def _block_size(value: Any, limits: Limits) -> int:
 
 def _text(fields: dict[Any, Any], name: str) -> str | None:
     value = fields.get(name)
-    if value is None or isinstance(value, str):
-        return value
-    raise _BadEvent(f"{name}_type", f"{type(value).__name__}, expected a string or nil")
+    if value is None:
+        return None
+    if not isinstance(value, str):
+        raise _BadEvent(f"{name}_type", f"{type(value).__name__}, expected a string or nil")
+    if len(value) > MAX_NAME:
+        raise _BadEvent(f"{name}_range", f"{len(value)} characters, at most {MAX_NAME}")
+    return value
 
 
 def _index(fields: dict[Any, Any], name: str) -> int | None:
@@ -400,6 +407,12 @@ def _extra_keys(value: Any, lora_name: str | None) -> tuple[BlockExtra | None, .
     return tuple(None if entry is None else _block_extra(entry, lora_name) for entry in value)
 
 
+def _is_media(item: Any) -> bool:
+    if not isinstance(item, list) or len(item) != 2 or not isinstance(item[0], str) or type(item[1]) is not int:
+        return False
+    return len(item[0]) <= MAX_NAME and -(1 << 63) <= item[1] < 1 << 63
+
+
 def _block_extra(entry: Any, lora_name: str | None) -> BlockExtra:
     """vLLM lists, in this order: adapter name, media items, cache salt (first block only), prompt-embeds digest."""
     if not isinstance(entry, list):
@@ -408,11 +421,11 @@ def _block_extra(entry: Any, lora_name: str | None) -> BlockExtra:
     strings: list[str] = []
     digests: list[str] = []
     for item in entry:
-        if isinstance(item, str):
+        if isinstance(item, str) and len(item) <= MAX_NAME:
             strings.append(item)
         elif isinstance(item, bytes):
             digests.append(item.hex())
-        elif isinstance(item, list) and len(item) == 2 and isinstance(item[0], str) and type(item[1]) is int:
+        elif _is_media(item):
             media.append((item[0], item[1]))
         else:
             raise _BadEvent("extra_keys_type", f"{item!r:.60} is neither a string, a digest nor [identifier, offset]")

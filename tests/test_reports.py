@@ -189,3 +189,13 @@ def test_dynamo_14652_an_absent_block_does_not_stop_a_removal() -> None:
     line = Line().connect()
     line.publish(chain_of(PROMPT), removed([77, 4, 78, 3]))
     assert line.score(PROMPT).matched_tokens == 8
+
+
+@pytest.mark.parametrize(
+    "field", [{"lora_name": "x" * 5000}, {"cache_salt": "x" * 5000}, {"extra_keys": [["x" * 5000]]}]
+)
+def test_names_that_are_kept_are_bounded(field: dict[str, Any]) -> None:
+    line = Line().connect()
+    line.publish(stored([1], PROMPT[:4], **field), chain_of(PROMPT))
+    assert line.trust.state == "incomplete"
+    assert line.score(PROMPT).matched_tokens == 16

@@ -14,7 +14,7 @@ import msgspec
 
 from kvd.core.image import Importer, Part, export
 from kvd.core.residency import Bounds, Budget, Outcome, Residency
-from kvd.core.tree import KeySequence, Tree, Window
+from kvd.core.tree import KeySequence, Tree, Window, place
 from protocols.events import Event, Stored, Tier
 from protocols.media import Scheme
 
@@ -158,15 +158,15 @@ class ReferenceIndex:
 
         Cost: distinct reaches × log(blocks) probes per tier in use, and one pass over the reach for hybrid ranks.
         """
-        by_bit = {self._ranks[rank].bit: rank for rank in ranks}
-        among = sum(by_bit)
+        by_place = {place(self._ranks[rank].slot): rank for rank in ranks}
+        among = sum(by_place)
         reached: dict[int, list[int]] = {}
         for level in Tier:
             for blocks, mask in self._tree.match(keys, level, among):
                 while mask:
                     bit = mask & -mask
                     mask ^= bit
-                    reached.setdefault(by_bit[bit], [0, 0, 0, 0])[level] = blocks
+                    reached.setdefault(by_place[bit], [0, 0, 0, 0])[level] = blocks
         return {rank: self._reach(rank, keys, blocks) for rank, blocks in reached.items()}
 
     def _reach(self, rank: int, keys: KeySequence, blocks: list[int]) -> Reach:

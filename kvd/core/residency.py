@@ -14,7 +14,7 @@ from typing import cast
 import msgspec
 
 from kvd.core.groups import Copies, Group, Groups, no_copies
-from kvd.core.tree import Node, Space, Tree, Window
+from kvd.core.tree import WIDTH, Node, Space, Tree, Window, levels_of
 from protocols.events import BlockExtra, Cleared, Event, Removed, Stored, Tier, Unknown, tier_of
 from protocols.keys import chain, digest_part, local_hash, media_part, namespace_seed
 from protocols.media import PAD_BASE, Scheme
@@ -93,7 +93,10 @@ class Block:
     @property
     def nearest(self) -> Tier | None:
         """The nearest tier with a copy."""
-        return next((tier for tier in Tier if self.copies[tier]), None)
+        device, host, disk, external = self.copies
+        if device:
+            return Tier.DEVICE
+        return Tier.HOST if host else Tier.DISK if disk else Tier.EXTERNAL if external else None
 
 
 class Residency:
@@ -112,7 +115,6 @@ class Residency:
     ) -> None:
         self.tree = tree
         self.slot = slot
-        self.bit = 1 << slot
         self.budget = budget
         self.registered_size = block_size
         self.registered_scheme = scheme
@@ -454,8 +456,7 @@ class Residency:
             self._hold_node(block.node)
 
     def _hold_node(self, node: Node) -> None:
-        nearest = [block.nearest for block in self.names.get(node, ())]
-        self.tree.hold(node, self.bit, min((tier for tier in nearest if tier is not None), default=None))
+        self.tree.hold(node, self.slot, _nearest(self.names.get(node, ())))
 
     def _retire(self, block: Block) -> None:
         """A block without copies is remembered for its content (a later placeholder names only the hash), bounded."""
@@ -508,11 +509,9 @@ class Residency:
         faults = [f"slot {self.slot}: block {h:#x} filed as {b.hash:#x}" for h, b in self.blocks.items() if b.hash != h]
         faults += [fault for block in self.blocks.values() for fault in self._faults(block)]
         faults += [
-            f"slot {self.slot}: holds {node.key:#x} at {tier.name} by the tree, {min_tier} by its blocks"
+            f"slot {self.slot}: holds {node.key:#x} at levels {node.held >> WIDTH * self.slot & 15:#x}, unlike blocks"
             for node, blocks in self.names.items()
-            for min_tier in [min((b.nearest for b in blocks if b.nearest is not None), default=None)]
-            for tier in Tier
-            if bool(node.held[tier] & self.bit) != (min_tier is not None and min_tier <= tier)
+            if node.held >> WIDTH * self.slot & 15 != levels_of(_nearest(blocks))
         ]
         windows = Counter(block.window for block in self.blocks.values() if block.window is not None)
         if windows != self.windows:
@@ -537,6 +536,13 @@ class Residency:
 
 def _differs(waits: Content | None, content: Content) -> bool:
     return waits is not None and (waits.parent, waits.body) != (content.parent, content.body)
+
+
+def _nearest(blocks: Sequence[Block]) -> Tier | None:
+    """The nearest tier with a copy of any of the blocks."""
+    if len(blocks) == 1:
+        return blocks[0].nearest
+    return min((tier for block in blocks if (tier := block.nearest) is not None), default=None)
 
 
 def _body(event: Stored, index: int, extra: BlockExtra | None) -> bytes:

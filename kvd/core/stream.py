@@ -547,6 +547,7 @@ class Stream:
             self._count("snapshots_discarded")
         self.lifetime += 1
         self.last = self.last_ts = self.loss = None
+        self._connected_from = 0
         self.confirmed = False
         self._evidence.clear()
         # What is dropped here without a first message, the replay brings again.

@@ -2,9 +2,10 @@
 
 A rank *holds* a node on a tier level if it has the block on that tier or a nearer one. It *covers* the node if it holds
 it and every ancestor. Covered sets only shrink with depth, so a match is a jump search: probe ahead while the covered
-set stays the same, bisect where it changes. Sets of ranks are integers used as bit masks (bit = rank slot).
+set stays the same, bisect where it changes. Sets of ranks are integers used as bit masks: four bits a rank slot, one
+per level, so that a change on all levels is one operation.
 
-Invariant, at every level: ``node.covered == node.held & node.parent.covered`` (``== node.held`` for a first block).
+Invariant: ``node.covered == node.held & node.parent.covered`` (``== node.held`` for a first block).
 """
 
 from __future__ import annotations
@@ -14,10 +15,20 @@ from typing import Protocol
 
 from protocols.events import Tier
 
-LEVELS = tuple(Tier)
-Masks = list[int]
+WIDTH = len(Tier)
+_OWN = (1 << WIDTH) - 1
 Window = tuple[int, bool]
 """How tokens are cut into blocks: tokens a block, and whether windows overlap by one (EAGLE)."""
+
+
+def place(slot: int) -> int:
+    """The lowest of a slot's bits, which stands for the slot in sets that are not about a level."""
+    return 1 << WIDTH * slot
+
+
+def levels_of(tier: Tier | None) -> int:
+    """The levels at which a block on this tier counts: its own and every farther one."""
+    return 0 if tier is None else _OWN << tier & _OWN
 
 
 class KeySequence(Protocol):
@@ -51,8 +62,8 @@ class Node:
         self.space = space
         self.children: dict[int, Node] = {}
         self.pins = 0
-        self.held: Masks = [0] * len(LEVELS)
-        self.covered: Masks = [0] * len(LEVELS)
+        self.held = 0
+        self.covered = 0
 
 
 class Tree:
@@ -78,57 +89,55 @@ class Tree:
                 del node.parent.children[node.key]
             node = node.parent
 
-    def hold(self, node: Node, bit: int, tier: Tier | None) -> None:
+    def hold(self, node: Node, slot: int, tier: Tier | None) -> None:
         """The rank now holds the node on ``tier`` (None: nowhere). O(1), plus what coverage changes below."""
-        for level in LEVELS:
-            holds = tier is not None and tier <= level
-            if holds == bool(node.held[level] & bit):
-                continue
-            node.held[level] ^= bit
-            parent = node.parent
-            if parent is None or parent.covered[level] & bit:
-                self._cover(node, bit, level, on=holds)
+        own = _OWN << WIDTH * slot
+        changed = (node.held & own) ^ (levels_of(tier) << WIDTH * slot)
+        if changed:
+            node.held ^= changed
+            self._cover(node, own)
 
     @staticmethod
-    def _cover(top: Node, bit: int, level: Tier, *, on: bool) -> None:
-        """Set or clear coverage at ``top`` and wherever that decides it below: children the rank holds."""
+    def _cover(top: Node, own: int) -> None:
+        """Set a rank's coverage right at ``top`` and, as far as that changes it, below: children the rank holds."""
         stack = [top]
         while stack:
             node = stack.pop()
-            node.covered[level] ^= bit
-            stack.extend(
-                c for c in node.children.values() if c.held[level] & bit and bool(c.covered[level] & bit) != on
-            )
+            covers = node.held & own if node.parent is None else node.held & own & node.parent.covered
+            changed = (node.covered & own) ^ covers
+            if changed:
+                node.covered ^= changed
+                stack.extend(child for child in node.children.values() if child.held & own)
 
-    def covered(self, key: int, level: Tier) -> int:
-        """The ranks that hold this key's block and every block before it. O(1)."""
+    def covered(self, key: int) -> int:
+        """The ranks, by level, that hold this key's block and every block before it. O(1)."""
         node = self.nodes.get(key)
-        return 0 if node is None else node.covered[level]
+        return 0 if node is None else node.covered
 
     def match(self, keys: KeySequence, level: Tier, among: int) -> Iterator[tuple[int, int]]:
         """Yield (reach in blocks, ranks with exactly that reach), shortest first, for the ranks in ``among``.
 
-        Ranks with no match are left out. Cost: the number of distinct reaches times log n probes; keys are looked at
-        no further than about twice the longest reach.
+        Both sets are of places. Ranks with no match are left out. Cost: the number of distinct reaches times log n
+        probes; keys are looked at no further than about twice the longest reach.
         """
         index, end = 0, len(keys)
-        ranks = self.covered(keys[0], level) & among if end else 0
+        ranks = self.covered(keys[0]) & among << level if end else 0
         while ranks:
-            last = self._same_until(keys, level, index, end, ranks)
-            after = self.covered(keys[last + 1], level) & ranks if last + 1 < end else 0
-            yield last + 1, ranks & ~after
+            last = self._same_until(keys, index, end, ranks)
+            after = self.covered(keys[last + 1]) & ranks if last + 1 < end else 0
+            yield last + 1, (ranks & ~after) >> level
             index, ranks = last + 1, after
 
-    def _same_until(self, keys: KeySequence, level: Tier, index: int, end: int, ranks: int) -> int:
+    def _same_until(self, keys: KeySequence, index: int, end: int, ranks: int) -> int:
         """The last position whose covered set still has all of ``ranks``, which ``index`` has."""
         low, step = index, 1
-        while low + step < end and self.covered(keys[low + step], level) & ranks == ranks:
+        while low + step < end and self.covered(keys[low + step]) & ranks == ranks:
             low += step
             step *= 2
         high = min(low + step, end)
         while high - low > 1:
             middle = (low + high) // 2
-            if self.covered(keys[middle], level) & ranks == ranks:
+            if self.covered(keys[middle]) & ranks == ranks:
                 low = middle
             else:
                 high = middle
@@ -153,9 +162,6 @@ class Tree:
             yield f"{name} has depth {node.depth}, its parent {above.depth if above else 0}"
         if not node.pins and not node.children:
             yield f"{name} is dead: nothing is tied to it or below it"
-        for level in LEVELS:
-            expected = node.held[level] & (~0 if above is None else above.covered[level])
-            if node.covered[level] != expected:
-                yield f"{name} covered {node.covered[level]:#x} at {level.name}, expected {expected:#x}"
-            if level and node.held[level - 1] & ~node.held[level]:
-                yield f"{name} held at {Tier(level - 1).name} by ranks that do not hold it at {level.name}"
+        expected = node.held if above is None else node.held & above.covered
+        if node.covered != expected:
+            yield f"{name} covered {node.covered:#x}, expected {expected:#x}"

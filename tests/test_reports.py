@@ -199,3 +199,28 @@ def test_names_that_are_kept_are_bounded(field: dict[str, Any]) -> None:
     line.publish(stored([1], PROMPT[:4], **field), chain_of(PROMPT))
     assert line.trust.state == "incomplete"
     assert line.score(PROMPT).matched_tokens == 16
+
+
+@pytest.mark.parametrize(
+    ("event", "doubt"),
+    [
+        (stored([1], PROMPT[:5]), "not_dense"),
+        (stored([1], PROMPT[:4], extra_keys=[["a", "b"]]), "ambiguous_extra_keys"),
+        (stored([1], PROMPT[:4], extra_keys=[None, None]), "media_unreadable"),
+        (stored([2], PROMPT[4:8], parent=1, lora_name="other"), "ambiguous_namespace"),
+    ],
+)
+def test_device_blocks_that_cannot_be_credited_are_no_silent_zero(event: dict[str, Any], doubt: str) -> None:
+    line = Line().connect()
+    line.publish(stored([1], [1, 2, 3, 4]))
+    line.publish(event)
+    assert (line.trust.state, line.trust.reason) == ("incomplete", doubt)
+    assert line.score([50, 51, 52, 53]).zero_reason == "incomplete"
+    line.publish(cleared())
+    assert line.trust.state == "exact"
+
+
+def test_offloaded_blocks_of_another_hash_space_do_not_cast_doubt_on_the_device() -> None:
+    line = Line().connect()
+    line.publish(chain_of(PROMPT), stored([77], PROMPT[:5], medium="cpu"), stored([78], [], medium="CPU", block_size=0))
+    assert line.trust.state == "exact"

@@ -2,11 +2,30 @@
 
 from __future__ import annotations
 
-from kvd.core.reference import ReferenceIndex
+import os
+from collections.abc import Callable
+from contextlib import suppress
 
-__all__ = ["ReferenceIndex", "open_index"]
+from kvd.core.index import Index
+from kvd.core.reference import DEFAULT_MAX_BLOCKS, ReferenceIndex
+
+__all__ = ["IMPLEMENTATIONS", "Index", "ReferenceIndex", "open_index"]
+
+IMPLEMENTATIONS: dict[str, Callable[..., Index]] = {"reference": ReferenceIndex}
+"""Name → an index from ``max_blocks=``, as far as this installation has them."""
+
+with suppress(ImportError):  # built without a compiler
+    from kvd.core._native import NativeIndex
+
+    IMPLEMENTATIONS["native"] = NativeIndex
 
 
-def open_index(*, max_blocks: int | None = None) -> ReferenceIndex:
-    """The best index this installation has; ``index.implementation`` says which."""
-    return ReferenceIndex() if max_blocks is None else ReferenceIndex(max_blocks=max_blocks)
+def open_index(*, max_blocks: int | None = None) -> Index:
+    """The best index this installation has; ``index.implementation`` says which.
+
+    ``KVD_CORE=reference`` or ``native`` in the environment asks for one of them. ImportError if it is not there.
+    """
+    name = os.environ.get("KVD_CORE") or "reference"
+    if name not in IMPLEMENTATIONS:
+        raise ImportError(f"KVD_CORE={name}: this installation has {' and '.join(IMPLEMENTATIONS)}")
+    return IMPLEMENTATIONS[name](max_blocks=DEFAULT_MAX_BLOCKS if max_blocks is None else max_blocks)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import msgspec
 
+from kvd.core.residency import DOUBTS
 from protocols.plan import ExactPlan, Plan, TextPlan, token_count
 from protocols.query import Answer, Finding, StreamInfo, WorkerSpec
 
@@ -340,7 +341,7 @@ def _incomplete(case: Case) -> Iterator[Finding]:
         )
     elif reason == "gaps_undetectable":
         yield _doubt("gaps_undetectable", "its messages carry no sequence, so nobody can tell whether one was lost")
-    elif case.info.trust.state == "incomplete":
+    elif case.info.trust.state == "incomplete" and reason not in DOUBTS:  # those have findings of their own
         yield _doubt("incomplete", f"the stream is incomplete ({reason.replace('_', ' ')}, {missing} messages missing)")
     if case.count("skipped_index_full"):
         yield _doubt("index_full", "the index is full, and stores of this worker were refused: raise index.max_blocks")

@@ -6,8 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import msgspec
 
-from kvd.core import open_index
-from kvd.core.reference import ReferenceIndex
+from kvd.core import Index, open_index
 from kvd.core.residency import Outcome
 from kvd.core.routed import RoutedTable
 from kvd.core.signals import Refused, Remembered
@@ -21,7 +20,7 @@ class Member:
 
     __slots__ = ("endpoint", "fleet", "handle", "index", "pool", "rank", "replay", "shadow", "spec", "stream")
 
-    def __init__(self, fleet: Fleet, spec: WorkerSpec, rank: int, index: ReferenceIndex, stream: Stream) -> None:
+    def __init__(self, fleet: Fleet, spec: WorkerSpec, rank: int, index: Index, stream: Stream) -> None:
         self.fleet = fleet
         self.spec = spec
         self.rank = rank
@@ -85,7 +84,7 @@ class Fleet:
     def __init__(self, *, max_blocks: int, max_workers: int = 4096, routed_entries: int = 1_000_000) -> None:
         self._max_blocks = max_blocks
         self._max_workers = max_workers
-        self.indexes: dict[str, ReferenceIndex] = {}
+        self.indexes: dict[str, Index] = {}
         self.workers: dict[str, WorkerSpec] = {}
         self.members: dict[tuple[str, int], Member] = {}
         self.routed = RoutedTable(limit=routed_entries)

@@ -24,6 +24,11 @@ ROOT_PARENTS = frozenset({0, 5740354900026072187})
 """Parents that mean "none" where the stream never announced them: LMCache and old simulators send 0, SGLang up to
 0.5.0 Python's ``hash(())``. A true hash equals one of them with probability 2^-63."""
 
+DOUBTS = (
+    "not_dense", "block_size_varies", "media_unreadable", "ambiguous_extra_keys", "ambiguous_namespace",
+    "unlinked_dropped",
+)  # fmt: skip
+"""What leaves device blocks that no prompt can be credited with: a zero may then be wrong, and trust must say so."""
 _NARROW_END = PAD_BASE + (1 << 30)
 _CHUNKED_MEDIA = ("CPU", "STORAGE", "FS", "OBJ")
 """What vLLM's offloading connectors call their media."""
@@ -49,9 +54,10 @@ class Budget:
 
 
 class Applied(msgspec.Struct, frozen=True):
-    """The event changed ``blocks`` blocks."""
+    """The event changed ``blocks`` blocks. ``doubt``: why some of what the device holds cannot be credited, if so."""
 
     blocks: int
+    doubt: str = ""
 
 
 class Skipped(msgspec.Struct, frozen=True):
@@ -187,6 +193,7 @@ class Residency:
         return Applied(len(hashes))
 
     def _store_indexed(self, event: Stored, tier: Tier) -> Outcome:
+        before = self._doubts()
         contents = self._contents(event)
         if isinstance(contents, Skipped):
             if contents.reason == "block_size_mismatch":
@@ -197,7 +204,12 @@ class Residency:
             self._store_block(hash_, content, tier)
         if tier is not Tier.DEVICE:
             self._mark_chunk(event)
-        return Applied(len(event.hashes))
+            return Applied(len(event.hashes))
+        raised = (name for name, now, then in zip(DOUBTS, self._doubts(), before, strict=True) if now > then)
+        return Applied(len(event.hashes), next(raised, ""))
+
+    def _doubts(self) -> list[int]:
+        return [self.counters[name] for name in DOUBTS]
 
     def _store_block(self, hash_: int, content: Content | None, tier: Tier) -> None:
         block = self.blocks.get(hash_)

@@ -51,7 +51,7 @@ class ReplayFailed(msgspec.Struct, frozen=True):
 
 
 class Refused(msgspec.Struct, frozen=True):
-    """The index could not take what was just applied (it is full)."""
+    """The index could not take, or cannot credit, some of what was just applied."""
 
     reason: str
 

@@ -9,7 +9,7 @@ from typing import Protocol
 from xxhash import xxh3_64_intdigest
 
 from kvd.core.fleet import Member
-from kvd.core.residency import Outcome, Skipped
+from kvd.core.residency import Applied, Outcome, Skipped
 from kvd.core.signals import (
     Apply,
     Close,
@@ -174,6 +174,8 @@ class Feed:
                 outcome = self._holder.apply(event)
             if _is_full(outcome):
                 refused = "index_full"
+            elif isinstance(outcome, Applied) and outcome.doubt:
+                refused = outcome.doubt
         return refused
 
     def _make_room(self) -> bool:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from kvd.core.reference import ReferenceIndex
+from kvd.core import IMPLEMENTATIONS, Index
 from kvd.core.residency import Bounds
 from protocols.events import BlockExtra, Cleared, Removed, Stored
 from protocols.keys import Keys, plan_keys, token_keys
 from protocols.media import MediaRun
 from protocols.plan import exact_plan
 
-AnyIndex = ReferenceIndex
+AnyIndex = Index
 IndexFactory = Callable[..., AnyIndex]
 
-FACTORIES: dict[str, IndexFactory] = {"reference": ReferenceIndex}
+FACTORIES: dict[str, IndexFactory] = IMPLEMENTATIONS
 """Name → an index from ``max_blocks=``; an implementation added here is driven by every test of the contract."""
 
 TIGHT = Bounds(unlinked=3, remembered=3)

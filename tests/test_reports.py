@@ -205,8 +205,6 @@ def test_names_that_are_kept_are_bounded(field: dict[str, Any]) -> None:
     ("event", "doubt"),
     [
         (stored([1], PROMPT[:5]), "not_dense"),
-        (stored([1], PROMPT[:4], extra_keys=[["a", "b"]]), "ambiguous_extra_keys"),
-        (stored([1], PROMPT[:4], extra_keys=[None, None]), "media_unreadable"),
         (stored([2], PROMPT[4:8], parent=1, lora_name="other"), "ambiguous_namespace"),
     ],
 )
@@ -218,6 +216,23 @@ def test_device_blocks_that_cannot_be_credited_are_no_silent_zero(event: dict[st
     assert line.score([50, 51, 52, 53]).zero_reason == "incomplete"
     line.publish(cleared())
     assert line.trust.state == "exact"
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        stored([2], PROMPT[:4], extra_keys=[["a", "b"]]),
+        stored([2], PROMPT[:4], extra_keys=[None, None]),
+        stored([2], ["image", 1, 2, 3]),
+    ],
+)
+def test_media_that_cannot_be_read_are_a_reason_of_their_own_and_text_stays_exact(event: dict[str, Any]) -> None:
+    line = Line().connect()
+    line.publish(stored([1], [1, 2, 3, 4]), event)
+    assert (line.trust.state, line.score([1, 2, 3, 4]).matched_tokens) == ("exact", 4)
+    assert line.score([50, 51, 52, 53]).zero_reason == "no_match"
+    image = exact_plan("m", [50, 51, 52, 53], media=[MediaRun(0, 4, "a", 1)])
+    assert line.score(image).zero_reason == "scheme_unknown"
 
 
 def test_offloaded_blocks_of_another_hash_space_do_not_cast_doubt_on_the_device() -> None:

@@ -226,10 +226,11 @@ def _inflated(case: Case) -> Iterator[Finding]:
 def _density(case: Case) -> Iterator[Finding]:
     if case.indexed:
         return
-    if case.count("not_dense"):
+    untied = case.count("not_dense", "string_tokens")
+    if untied:
         yield _never(
             "not_dense",
-            f"none of its {case.count('not_dense')} stores has block size times blocks tokens, so no block can be tied "
+            f"none of its {untied} stores has block size times blocks tokens, so no block can be tied "
             "to its tokens (string tokens, offloaded chunks or masked groups only)",
         )
     elif case.count("without_tokens"):
@@ -248,7 +249,7 @@ def _groups(case: Case) -> Iterator[Finding]:
 
 
 def _unlinked(case: Case) -> Iterator[Finding]:
-    explained = ("not_dense", "without_tokens", "skipped_block_size_mismatch", "ambiguous_extra_keys")
+    explained = ("not_dense", "string_tokens", "without_tokens", "skipped_block_size_mismatch", "ambiguous_extra_keys")
     if case.info.blocks and not case.indexed and not case.count(*explained):
         yield _doubt(
             "unlinked",

@@ -24,11 +24,10 @@ ROOT_PARENTS = frozenset({0, 5740354900026072187})
 """Parents that mean "none" where the stream never announced them: LMCache and old simulators send 0, SGLang up to
 0.5.0 Python's ``hash(())``. A true hash equals one of them with probability 2^-63."""
 
-DOUBTS = (
-    "not_dense", "block_size_varies", "media_unreadable", "ambiguous_extra_keys", "ambiguous_namespace",
-    "unlinked_dropped",
-)  # fmt: skip
+DOUBTS = ("not_dense", "block_size_varies", "ambiguous_namespace", "unlinked_dropped")
 """What leaves device blocks that no prompt can be credited with: a zero may then be wrong, and trust must say so."""
+MEDIA_DOUBTS = ("string_tokens", "media_unreadable", "ambiguous_extra_keys")
+"""The same for media only: text is matched all the same, so trust stands, and a zero for media says it cannot know."""
 _NARROW_END = PAD_BASE + (1 << 30)
 _CHUNKED_MEDIA = ("CPU", "STORAGE", "FS", "OBJ")
 """What vLLM's offloading connectors call their media."""
@@ -308,7 +307,7 @@ class Residency:
         if not event.tokens:
             return Skipped("without_tokens")
         if not event.dense:
-            return Skipped("not_dense")
+            return Skipped("string_tokens" if "string_token" in event.warn else "not_dense")
         if self.registered_size is not None and event.block_size != self.registered_size:
             return Skipped("block_size_mismatch")
         if (event.block_size, event.eagle) not in self.windows and len(self.windows) >= self.bounds.block_sizes:

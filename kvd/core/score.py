@@ -12,6 +12,7 @@ import msgspec
 
 from kvd.core.fleet import Fleet, Member
 from kvd.core.reference import Reach
+from kvd.core.residency import MEDIA_DOUBTS
 from kvd.core.routed import TEXT_CHUNK_BYTES, text_keys
 from kvd.core.tree import KeySequence, Window
 from protocols.keys import plan_keys
@@ -131,6 +132,7 @@ def _predicted(fleet: Fleet, member: Member, overlap: Overlap, now: float) -> in
 
 
 def _zero_reason(asked: Asked, member: Member, overlap: Overlap, trust: Trust) -> ZeroReason:
+    counters = member.index.counters(member.handle)
     if overlap.block_size is None:  # nothing of this lifetime was ever indexed
         cut_otherwise = bool(member.index.windows(member.handle))  # only keys computed elsewhere meet this
         if cut_otherwise or "skipped_block_size_mismatch" in member.index.counters(member.handle):
@@ -140,7 +142,7 @@ def _zero_reason(asked: Asked, member: Member, overlap: Overlap, trust: Trust) -
         return "no_events_yet" if member.stream.last is None else "no_match"
     if asked.prompt_tokens < overlap.block_size:
         return "shorter_than_block"
-    if asked.has_media and not len(overlap.keys):
+    if asked.has_media and (not len(overlap.keys) or any(map(counters.get, MEDIA_DOUBTS))):
         return "scheme_unknown"
     return "incomplete" if trust.state == "incomplete" else "no_match"
 

@@ -35,7 +35,7 @@ def test_blocks_with_strings_for_tokens_are_residency_only() -> None:
     line.publish(streamed([2, 3], [*PROMPT[4:6], image, image, image, *PROMPT[9:12]], parent=1, mm_keys=[[image, 0]]))
     line.publish(streamed([4], PROMPT[12:], parent=3))
     info = line.member.info(0.0)
-    assert (info.blocks, info.counters["not_dense"], line.trust.state) == (4, 1, "exact")
+    assert (info.blocks, info.counters["string_tokens"], line.trust.state) == (4, 1, "exact")
     assert line.score(PROMPT).matched_tokens == 4  # neither the media blocks nor what follows them
     line.publish(removed([2, 3, 4]))
     assert line.member.info(0.0).blocks == 1

@@ -41,7 +41,7 @@ class Daemon:
         if self.process.poll() is None:
             self.stop()
 
-    def start(self, timeout: float = 20.0) -> None:
+    def start(self, timeout: float = 45.0) -> None:
         sets = [f"--set={name}={value}" for name, value in self._settings.items()]
         command = [sys.executable, "-m", "kvd", "serve", "--config", str(self._config), "--endpoint", self.endpoint]
         with self.log.open("ab") as log:
@@ -72,7 +72,7 @@ class Daemon:
         """Once the stream's transport is connected."""
         return eventually(lambda: _when(self.stream(name, rank), lambda s: s.state not in ("connecting", "silent")))
 
-    def until(self, name: str, condition: Callable[[StreamInfo], bool], timeout: float = 20.0) -> StreamInfo:
+    def until(self, name: str, condition: Callable[[StreamInfo], bool], timeout: float = 45.0) -> StreamInfo:
         return eventually(lambda: _when(self.stream(name), condition), timeout)
 
     def trusted(self, name: str, last_seq: int) -> StreamInfo:

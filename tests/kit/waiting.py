@@ -10,7 +10,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-def eventually(condition: Callable[[], T], timeout: float = 20.0) -> T:
+def eventually(condition: Callable[[], T], timeout: float = 45.0) -> T:
     """The first true value of the condition."""
     deadline = time.monotonic() + timeout
     while not (value := condition()):
@@ -19,7 +19,7 @@ def eventually(condition: Callable[[], T], timeout: float = 20.0) -> T:
     return value
 
 
-async def eventually_async(condition: Callable[[], Awaitable[T]], timeout: float = 20.0) -> T:
+async def eventually_async(condition: Callable[[], Awaitable[T]], timeout: float = 45.0) -> T:
     """The same, while the loop runs on."""
     deadline = time.monotonic() + timeout
     while not (value := await condition()):

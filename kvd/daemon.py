@@ -8,8 +8,10 @@ import signal
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 
 import anyio
+import anyio.to_thread
 
 from kvd.bootstrap import fetch
 from kvd.config import Config
@@ -18,9 +20,8 @@ from kvd.ingest.supervisor import Supervisor
 from kvd.reload import Reloader
 from kvd.serve.service import Service
 from kvd.serve.zmq import QueryServer
-from kvd.snapshot import Sections, SnapshotWriter, add_worker, dynamic_workers, load
+from kvd.snapshot import Restoration, Sections, SnapshotWriter, add_worker, dynamic_workers, load, restore
 from protocols.errors import KvdError
-from protocols.query import WorkerSpec
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +34,7 @@ class Runtime:
     def __init__(self, config: Config) -> None:
         self.config = config
         self.clock = time.monotonic
+        self.restored = False
         self.fleet = Fleet(
             max_blocks=config.index.max_blocks, max_workers=config.index.max_workers,
             routed_entries=config.index.routed_entries,
@@ -53,14 +55,16 @@ async def runtime(config: Config | None = None) -> AsyncIterator[Runtime]:
     """A running fleet with the configured workers, until the context ends."""
     parts = Runtime(config or Config())
     try:
-        writer = await _restored(parts)
+        sections = await _sections(parts)
+        waiting = _added(parts, sections)
+        path = parts.config.snapshot.file
+        writer = None if path is None else SnapshotWriter(path, parts.supervisor, parts.service.instance)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(_tick_forever, parts, name="ticks")
-            if writer is not None:
-                tasks.start_soon(_write_forever, writer, parts.config.snapshot.interval, name="snapshots")
+            tasks.start_soon(_restore_and_write, parts, waiting, writer, name="snapshots")
             yield parts
             tasks.cancel_scope.cancel()
-        if writer is not None:
+        if writer is not None and parts.restored:  # the old file still holds what was not restored yet
             await writer.write()
     finally:
         parts.service.handout.close()
@@ -68,41 +72,47 @@ async def runtime(config: Config | None = None) -> AsyncIterator[Runtime]:
         await parts.supervisor.finished()
 
 
-async def _restored(parts: Runtime) -> SnapshotWriter | None:
-    """Add every worker, each with what a snapshot kept of it; the writer of further snapshots, if they are on."""
+async def _sections(parts: Runtime) -> Sections:
+    """What the snapshot holds, fetched from a peer if there is none here."""
+    settings = parts.config.snapshot
+    path = settings.file
+    if path is None:
+        return {}
+    if settings.peer and not path.exists():
+        await fetch(settings.peer, path, max_bytes=settings.max_bytes, timeout=settings.peer_timeout)
+    return await anyio.to_thread.run_sync(partial(load, path, max_bytes=settings.max_bytes))
+
+
+def _added(parts: Runtime, sections: Sections) -> list[Restoration]:
+    """Add every worker, those of an earlier run too; what is still to be restored of them."""
+    waiting = [add_worker(parts.supervisor, spec, sections) for spec in parts.config.workers]
+    for spec in dynamic_workers(sections):
+        if spec.name in parts.fleet.workers:
+            continue
+        try:
+            waiting.append(add_worker(parts.supervisor, spec, sections, dynamic=True))
+        except (KvdError, FleetError) as error:  # it does not keep the daemon from starting
+            log.error("worker %s of the snapshot is left out: %s", spec.name, error)
+    return [restoration for restoration in waiting if restoration is not None]
+
+
+async def _restore_and_write(parts: Runtime, waiting: list[Restoration], writer: SnapshotWriter | None) -> None:
+    """Restore worker by worker while queries are answered; then write snapshots for ever."""
     gc.disable()  # a million blocks are made here, none of them garbage
     try:
-        return await _restore(parts)
+        for restoration in waiting:
+            try:
+                await restore(parts.supervisor, restoration)
+            except (KvdError, FleetError) as error:
+                log.error("worker %s is left out: %s", restoration.spec.name, error)
     finally:
         gc.enable()
-
-
-async def _restore(parts: Runtime) -> SnapshotWriter | None:
-    settings = parts.config.snapshot
-    path, sections = settings.file, {}
-    if path is not None:
-        if settings.peer and not path.exists():
-            await fetch(settings.peer, path, max_bytes=settings.max_bytes, timeout=settings.peer_timeout)
-        sections = load(path, max_bytes=settings.max_bytes)
-    for spec in parts.config.workers:
-        add_worker(parts.supervisor, spec, sections)
-    for spec in dynamic_workers(sections):
-        if spec.name not in parts.fleet.workers:
-            _add_again(parts.supervisor, spec, sections)
-    return None if path is None else SnapshotWriter(path, parts.supervisor, parts.service.instance)
-
-
-def _add_again(supervisor: Supervisor, spec: WorkerSpec, sections: Sections) -> None:
-    """A worker of an earlier run; one that can no longer be watched does not keep the daemon from starting."""
-    try:
-        add_worker(supervisor, spec, sections, dynamic=True)
-    except (KvdError, FleetError) as error:
-        log.error("worker %s of the snapshot is left out: %s", spec.name, error)
-
-
-async def _write_forever(writer: SnapshotWriter, interval: float) -> None:
-    while True:
-        await anyio.sleep(interval)
+    parts.restored = True
+    if waiting:
+        gc.freeze()  # what was restored stays: the collector need not walk it again
+        log.info("restored what the snapshot kept of %d workers", len(waiting))
+    while writer is not None:
+        await anyio.sleep(parts.config.snapshot.interval)
         await writer.write()
 
 

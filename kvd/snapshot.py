@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import anyio
+import anyio.lowlevel
 import anyio.to_thread
 import msgspec
 from xxhash import xxh3_64_intdigest
@@ -180,31 +181,65 @@ def _set_aside(path: Path) -> None:
         log.error("kept aside as %s", aside)
 
 
-def add_worker(supervisor: Supervisor, spec: WorkerSpec, sections: Sections, *, dynamic: bool = False) -> None:
-    """Watch a worker, with what a snapshot kept of it in its shadow until its streams prove to be the same.
+class Restoration(msgspec.Struct, frozen=True):
+    """A worker whose streams wait for what a snapshot kept of them; ``sections`` by rank."""
 
-    Raises what :meth:`Supervisor.add` raises. A section that cannot be used costs itself: the worker starts empty.
+    spec: WorkerSpec
+    sections: dict[int, Section]
+    dynamic: bool
+
+
+def add_worker(
+    supervisor: Supervisor, spec: WorkerSpec, sections: Sections, *, dynamic: bool = False
+) -> Restoration | None:
+    """Watch a worker; what is still to be restored of it, if a snapshot kept anything of this very worker.
+
+    Raises what :meth:`Supervisor.add` raises.
     """
     own = {rank: s for (name, rank), s in sections.items() if name == spec.name and s.begin.spec == spec}
-    if not own:
-        supervisor.add(spec, dynamic=dynamic)
-        return
     positions = {rank: section.begin.position for rank, section in own.items()}
+    supervisor.add(spec, dynamic=dynamic, remembered=positions or None)
+    return Restoration(spec, own, dynamic) if own else None
+
+
+async def restore(supervisor: Supervisor, restoration: Restoration) -> None:
+    """Fill the worker's shadows, in turns of the loop, and let its streams listen and prove themselves.
+
+    A section that cannot be used costs itself: the worker then starts empty. Raises FleetError as Supervisor.open does.
+    """
+    spec = restoration.spec
+    members = [supervisor.fleet.members.get((spec.name, rank)) for rank in restoration.sections]
     try:
-        supervisor.add(spec, dynamic=dynamic, remembered=positions, prepare=lambda m: _fill_shadow(m, own.get(m.rank)))
-    except (SnapshotError, ValueError) as error:
+        for member, section in zip(members, restoration.sections.values(), strict=True):
+            if member is not None:
+                await _fill_shadow(supervisor, member, section)
+    except (SnapshotError, OSError, ValueError) as error:
         log.error("snapshot of worker %s not used: %s", spec.name, error)
-        supervisor.add(spec, dynamic=dynamic)
+        supervisor.remove(spec.name)
+        supervisor.add(spec, dynamic=restoration.dynamic)
+        return
+    if all(member is not None and _is_there(supervisor, member) for member in members):
+        supervisor.open(spec.name)
 
 
-def _fill_shadow(member: Member, section: Section | None) -> None:
-    if section is None:
+def _is_there(supervisor: Supervisor, member: Member) -> bool:
+    return supervisor.fleet.members.get(member.owner) is member
+
+
+async def _fill_shadow(supervisor: Supervisor, member: Member, section: Section) -> None:
+    if not _is_there(supervisor, member):
         return
     member.shadow = member.new_handle()
     importer = member.index.import_rank(member.shadow)
+    turn = time.perf_counter()
     try:
         for part in section.parts():
             importer.take(part)
+            if time.perf_counter() - turn >= TURN_SECONDS:
+                await anyio.lowlevel.checkpoint()
+                turn = time.perf_counter()
+                if not _is_there(supervisor, member):  # removed meanwhile, its shadow with it
+                    return
     finally:
         importer.finish()
 
@@ -280,7 +315,7 @@ class SnapshotWriter:
         feed.pause()
         complete = True
         try:
-            for part in member.index.export_rank(member.handle):
+            for part in member.index.export_rank(member.handle if member.shadow is None else member.shadow):
                 out.add(frame_bytes(part))
                 await out.turn()
                 if self._supervisor.feeds.get(owner) is not feed or feed.overflowing:

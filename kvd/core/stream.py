@@ -149,8 +149,8 @@ class Stream:
 
     @property
     def position(self) -> Remembered | None:
-        """What a snapshot must keep of this stream; None while nothing was applied or a lifetime is still doubted."""
-        if self.last is None or self._restoring or self.last not in self._evidence:
+        """What a snapshot must keep of this stream, a restored one's not proven yet included; None before the first."""
+        if self.last is None or self.last not in self._evidence:
             return None
         return Remembered(self.last, self._evidence[self.last], self.last_ts, self.loss)
 

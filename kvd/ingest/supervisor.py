@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 
 import zmq
 
-from kvd.core.fleet import Fleet, FleetError, Member
+from kvd.core.fleet import Fleet, FleetError
 from kvd.core.signals import Remembered
 from kvd.core.stream import Policy
 from kvd.ingest.endpoints import validate
@@ -16,7 +16,6 @@ from kvd.ingest.polling import PollOptions
 from kvd.ingest.sources import SOURCES, Wiring, policy_of
 from kvd.ingest.zmq import ZmqOptions
 from kvd.sockets import Pump
-from protocols.errors import KvdError
 from protocols.limits import DEFAULT_LIMITS, Limits
 from protocols.query import WorkerSpec
 
@@ -55,30 +54,30 @@ class Supervisor:
         *,
         dynamic: bool = False,
         remembered: Mapping[int, Remembered] | None = None,
-        prepare: Callable[[Member], None] | None = None,
     ) -> None:
         """Watch a worker. Raises ConfigError or :class:`FleetError`; then nothing of it was added.
 
-        ``dynamic``: it was added at run time, so no file brings it back. ``remembered`` and ``prepare`` restore a
-        snapshot: positions by rank, and what fills each member's shadow; what ``prepare`` raises is raised on.
+        ``dynamic``: it was added at run time, so no file brings it back. With ``remembered``, a snapshot's positions
+        by rank, its streams wait for :meth:`open`, until when the shadows are filled.
         """
         validate(spec)
         members = self.fleet.add(spec, self._clock(), policy_of(spec, self._policy), remembered)
         if dynamic:
             self.dynamic.add(spec.name)
+        for feed in SOURCES[spec.source](self._wiring, spec, members):
+            self.feeds[feed.member.owner] = feed
+        if remembered is None:
+            self.open(spec.name)
+
+    def open(self, name: str) -> None:
+        """Let a worker's streams listen. Raises :class:`FleetError`; the worker is then gone."""
+        spec = self.fleet.workers[name]
         try:
-            for member in members:
-                if prepare is not None:
-                    prepare(member)
-            for feed in SOURCES[spec.source](self._wiring, spec, members):
-                feed.open()
-                self.feeds[feed.member.owner] = feed
+            for rank in range(spec.rank, spec.rank + spec.ranks):
+                self.feeds[name, rank].open()
         except zmq.ZMQError as error:
-            self.remove(spec.name)
-            raise FleetError(f"worker {spec.name!r}: {spec.endpoint} cannot be used: {error}") from None
-        except (KvdError, ValueError):
-            self.remove(spec.name)
-            raise
+            self.remove(name)
+            raise FleetError(f"worker {name!r}: {spec.endpoint} cannot be used: {error}") from None
 
     def remove(self, name: str) -> None:
         """Forget a worker and all it held. Raises :class:`FleetError`."""

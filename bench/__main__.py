@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import msgspec
 import typer
 
-from bench import planning, recovery
+from bench import core, planning, recovery, soak
 from bench.ratio import Row
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -36,6 +37,32 @@ def recover(
     report = recovery.measure(blocks=blocks, streams=streams)
     encoded = msgspec.json.format(msgspec.json.encode(report), indent=2).decode() + "\n"
     sys.stdout.write(encoded if as_json else recovery.text(report))
+
+
+@app.command("core")
+def index_core(
+    peer: Annotated[Path | None, typer.Option(help="A Python that has ai-dynamo-runtime.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer pairs, less memory.")] = False,
+    reference: Annotated[bool, typer.Option(help="Measure the reference, too.")] = True,
+    growth: Annotated[bool, typer.Option("--growth", help="Only: a match's cost by distinct reaches.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """The compiled index against the reference and the peer's tree, in process."""
+    if growth:
+        for reaches, microseconds in core.growth():
+            print(f"{reaches:>4} distinct reaches: {microseconds:.1f} µs")
+        return
+    report = core.measure(peer=peer, quick=quick, reference=reference)
+    encoded = msgspec.json.format(msgspec.json.encode(report), indent=2).decode() + "\n"
+    sys.stdout.write(encoded if as_json else core.text(report))
+
+
+@app.command("soak")
+def soaks(as_json: JsonOption = False) -> None:
+    """What churn, and workers that come and go, leave behind."""
+    done = [soak.churn(), soak.comings_and_goings()]
+    encoded = msgspec.json.format(msgspec.json.encode({"soaks": done}), indent=2).decode() + "\n"
+    sys.stdout.write(encoded if as_json else soak.text(done))
 
 
 def _tell(rows: list[Row], as_json: bool) -> None:

@@ -149,3 +149,14 @@ def test_a_broken_recording_is_named_with_its_line(tmp_path: Path) -> None:
     broken.write_text('{"t": 1.0, "endpoint": "e", "frames_hex": ["", "", ""]}\nnot json\n')
     with pytest.raises(WireError, match=r"x\.jsonl, line 2"):
         read_lines(broken)
+
+
+@pytest.mark.parametrize("frame", ["zz", "0", "é"])
+def test_a_frame_that_is_no_hex_is_named_with_its_line(tmp_path: Path, frame: str) -> None:
+    broken = tmp_path / "x.jsonl"
+    broken.write_text(json.dumps({"t": 1.0, "endpoint": "e", "frames_hex": ["", frame]}))
+    with pytest.raises(WireError, match=r"x\.jsonl, line 1"):
+        read_lines(broken)
+    broken.write_text(json.dumps({"request_hex": "00", "replies_hex": [["", "", frame]]}))
+    with pytest.raises(WireError, match=r"x\.jsonl, line 1"):
+        read_replays(broken)

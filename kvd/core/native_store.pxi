@@ -203,7 +203,7 @@ cdef object read_contents(Rank rank, object event, Py_ssize_t count, Scratch scr
     if not tokens:
         return "without_tokens"
     if not event.dense:
-        return "not_dense"
+        return "string_tokens" if "string_token" in event.warn else "not_dense"
     size = event.block_size
     if size < 0:
         raise ValueError(f"block size {size}: expected 0 or more")

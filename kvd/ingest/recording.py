@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, TypeVar
 
@@ -17,6 +17,7 @@ from protocols.engine import END_SEQ
 from protocols.errors import WireError
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 
 class Line(msgspec.Struct, frozen=True):
@@ -37,28 +38,38 @@ class ReplayLine(msgspec.Struct, frozen=True):
     request_hex: str
     replies_hex: list[list[str]]
 
+    @property
+    def replies(self) -> list[list[bytes]]:
+        short = next((reply for reply in self.replies_hex if len(reply) < 3), None)
+        if short is not None:
+            raise ValueError(f"a reply of {len(short)} frames, expected 3 or 4")
+        return [[bytes.fromhex(frame) for frame in reply] for reply in self.replies_hex]
+
 
 def read_lines(path: Path) -> list[Line]:
     """All messages of a recording. Raises :class:`WireError` naming file and line."""
-    return list(_read(path, msgspec.json.Decoder(Line)))
+    lines = _read(path, msgspec.json.Decoder(Line), lambda line: line.frames)
+    return [line for line, _ in lines]
 
 
 def read_replays(path: Path) -> list[list[bytes]]:
     """The replies of every recorded replay, without end markers."""
-    lines = _read(path, msgspec.json.Decoder(ReplayLine))
-    replies = [[bytes.fromhex(frame) for frame in reply] for line in lines for reply in line.replies_hex]
-    return [reply for reply in replies if END_SEQ not in reply]
+    lines = _read(path, msgspec.json.Decoder(ReplayLine), lambda line: line.replies)
+    return [reply for _, replies in lines for reply in replies if END_SEQ not in reply]
 
 
-def _read(path: Path, decoder: msgspec.json.Decoder[T]) -> Iterator[T]:
+def _read(path: Path, decoder: msgspec.json.Decoder[T], unpack: Callable[[T], R]) -> Iterator[tuple[T, R]]:
+    """Each line with what it unpacks to, so that a frame that is no hex is told with its line as well."""
     with path.open("rb") as file:
         for number, raw in enumerate(file, start=1):
             if not raw.strip():
                 continue
             try:
-                yield decoder.decode(raw)
+                line = decoder.decode(raw)
+                unpacked = unpack(line)
             except (msgspec.DecodeError, ValueError, RecursionError) as error:
                 raise WireError("recording", f"{path}, line {number}: {error}") from None
+            yield line, unpacked
 
 
 def write_line(file: IO[bytes], t: float, endpoint: str, frames: Sequence[bytes]) -> None:

@@ -19,6 +19,7 @@ import pytest
 from kvd.client import AsyncClient, Client, WorkerSpec, exact_plan
 from kvd.config import Config, SnapshotSettings
 from kvd.core.fleet import totals
+from kvd.core.residency import Bounds
 from kvd.daemon import Runtime, runtime
 from kvd.ingest.feed import Feed
 from kvd.ingest.zmq import ZmqTransport
@@ -130,10 +131,9 @@ def _sizes(line: Line) -> tuple[int, int]:
 def test_suffixes_under_a_living_prefix_leave_nothing_behind() -> None:
     """A long prefix lives on while a hundred times as much comes and goes below it."""
     line = Line().connect()
+    line.member.handle = line.member.index.add_rank(bounds=Bounds(remembered=50))
     prefix = list(range(400))
     line.publish(chain_of(prefix))
-    residency = line.member.index._ranks[line.member.handle]
-    residency.bounds = type(residency.bounds)(remembered=50)
     for number in range(10_000):
         name = 1_000 + 2 * number
         line.publish(stored([name, name + 1], [number, 1, 2, 3, 4, 5, 6, 7], parent=100), removed([name + 1, name]))
@@ -149,8 +149,7 @@ def test_suffixes_under_a_living_prefix_leave_nothing_behind() -> None:
 def test_what_is_only_remembered_stops_growing() -> None:
     """Evicted content is remembered, for placeholders that name only a hash: up to its bound, and no further."""
     line = Line().connect()
-    residency = line.member.index._ranks[line.member.handle]
-    residency.bounds = type(residency.bounds)(remembered=4_096)
+    line.member.handle = line.member.index.add_rank(bounds=Bounds(remembered=4_096))
     bound, width, peak = 4_096, 512, 0
     for start in range(0, 3 * bound, width):
         hashes = range(start + 1, start + width + 1)

@@ -101,7 +101,7 @@ class History:
         if rng.random() < 0.1:
             fields["extra"] = tuple(self.extra() for _ in range(count + (rng.random() < 0.05)))
         if rng.random() < 0.05:
-            fields["dense"] = False
+            fields |= {"dense": False, "warn": rng.choice([(), ("string_token",)])}
         if rng.random() < 0.03:
             told = []
         if rng.random() < 0.02:

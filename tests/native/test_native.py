@@ -13,10 +13,12 @@ import pytest
 
 from kvd.core import IMPLEMENTATIONS, Index, open_index
 from kvd.core.residency import Applied, Bounds
+from kvd.evaluate import FromTokens, evaluate
 from protocols.keys import Keys, plan_keys, token_keys
 from protocols.plan import exact_plan
 from tests.kit.conformance import device, placeholder, removed, stored
 from tests.native.differential import campaign
+from tests.test_recordings import CASES, files
 
 pytestmark = pytest.mark.skipif("native" not in IMPLEMENTATIONS, reason="built without a compiler")
 
@@ -72,13 +74,13 @@ def test_everything_is_given_back(index: Index) -> None:
     rank = index.add_rank()
     before = _resident()
     for _ in range(3):
-        _fill(index, rank, chains=200)
+        _fill(index, rank, chains=800)
         grown = _resident() - before
         index.clear_rank(rank)
         while not index.sweep(4096):
             pass
         assert index.statistics().nodes == 0
-    assert grown > 10 << 20
+    assert grown > 30 << 20
     assert _resident() - before < grown / 2
 
 
@@ -134,6 +136,15 @@ def test_tokens_that_cannot_be_packed_change_nothing(index: Index) -> None:
         index.apply(rank, msgspec.structs.replace(stored([1], [1, 2]), tokens=["a", 2]))
     assert index.statistics().blocks == 0
     assert index.check() == []
+
+
+@pytest.mark.parametrize("tag", CASES)
+def test_recordings_are_evaluated_alike(tag: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    reports = []
+    for name in IMPLEMENTATIONS:
+        monkeypatch.setenv("KVD_CORE", name)
+        reports.append(evaluate(*files(tag), FromTokens(["tiny"])))
+    assert reports[0] == reports[1]
 
 
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)

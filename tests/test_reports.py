@@ -13,8 +13,11 @@ import pytest
 
 from kvd.client import MediaRun, exact_plan
 from kvd.core.fleet import Fleet
+from kvd.core.score import score_keys
 from kvd.ingest.endpoints import rank_endpoint
+from protocols.keys import token_keys
 from protocols.media import narrow_pad, wide_pads
+from protocols.tokens import pack_tokens
 from tests.kit.memory import Line
 from tests.kit.publisher import chain_of, cleared, payload_of, removed, stored
 
@@ -239,3 +242,14 @@ def test_offloaded_blocks_of_another_hash_space_do_not_cast_doubt_on_the_device(
     line = Line().connect()
     line.publish(chain_of(PROMPT), stored([77], PROMPT[:5], medium="cpu"), stored([78], [], medium="CPU", block_size=0))
     assert line.trust.state == "exact"
+
+
+def test_keys_that_are_no_chain_get_an_answer_from_a_hybrid_rank() -> None:
+    line = Line().connect()
+    line.publish(
+        chain_of(PROMPT) | {"group_idx": 1, "kv_cache_spec_kind": "full_attention"},
+        stored([4], PROMPT) | {"group_idx": 0, "kv_cache_spec_kind": "mamba"},
+    )
+    first, _, _, last = token_keys(PROMPT, 4)
+    keys = pack_tokens([first, 7, 7, last], wide=True)
+    assert score_keys(line.fleet, "m", keys, 4, None, line.now).workers[0].usable_tokens == 0

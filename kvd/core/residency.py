@@ -505,9 +505,9 @@ class Residency:
 
         A block in the middle of an offloaded chunk counts only if the chunk's end is reached too. O(path).
         """
-        ends = {block.hash for node in path for block in self.names[node]}
+        ends = {block.hash for node in path for block in self.names.get(node, ())}
         reach = len(path)
-        while reach > device and not any(self._loadable(block, ends) for block in self.names[path[reach - 1]]):
+        while reach > device and not any(self._loadable(block, ends) for block in self.names.get(path[reach - 1], ())):
             reach -= 1
         return reach
 

@@ -144,8 +144,8 @@ class Tree:
         return low
 
     def path(self, keys: Sequence[int] | KeySequence, length: int) -> list[Node]:
-        """The nodes of the first ``length`` keys, all of which must exist. O(length)."""
-        return [self.nodes[keys[i]] for i in range(length)]
+        """The nodes of the first ``length`` keys; a caller's keys that are no chain may lack some. O(length)."""
+        return [node for i in range(length) if (node := self.nodes.get(keys[i])) is not None]
 
     def check(self) -> list[str]:
         """Every invariant that is broken, in words; empty when sound. O(nodes)."""

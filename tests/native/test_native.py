@@ -6,6 +6,7 @@ import os
 import random
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -70,18 +71,33 @@ def test_thousands_of_ranks_share_a_prefix(index: Index) -> None:
     assert index.statistics().nodes == 4
 
 
-def test_everything_is_given_back(index: Index) -> None:
+def test_everything_is_given_back() -> None:
+    """Filled and cleared six times, a rank leaves no more behind than it takes once, however the allocator keeps it.
+
+    In a process of its own: this one's heap has room from the tests before.
+    """
+    root = Path(__file__).parents[2]
+    command = [sys.executable, "-c", "from tests.native.test_native import tell_memory; tell_memory()"]
+    told = subprocess.run(command, cwd=root, capture_output=True, check=True, timeout=100).stdout
+    first, kept = map(int, told.split())
+    assert first > 10 << 20
+    assert kept < 1.2 * first
+
+
+def tell_memory() -> None:
+    """Print how much resident memory filling a rank takes once, and how much is left after six times and clears."""
+    index = IMPLEMENTATIONS["native"](max_blocks=1 << 40)
     rank = index.add_rank()
     before = _resident()
-    for _ in range(3):
+    first = 0
+    for _ in range(6):
         _fill(index, rank, chains=800)
-        grown = _resident() - before
+        first = first or _resident() - before
         index.clear_rank(rank)
         while not index.sweep(4096):
             pass
         assert index.statistics().nodes == 0
-    assert grown > 30 << 20
-    assert _resident() - before < grown / 2
+    print(first, _resident() - before)
 
 
 def _fill(index: Index, rank: int, chains: int) -> None:

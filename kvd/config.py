@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, get_type_hints
 import msgspec
 from msgspec import Meta
 
+from kvd.core import CORE_VARIABLE
 from kvd.core.stream import Policy
 from kvd.ingest.endpoints import validate
 from kvd.ingest.polling import PollOptions
@@ -221,7 +222,7 @@ def _given(
     for variable, text in env.items():
         if variable in names:
             yield names[variable], text, variable, True
-        elif variable.startswith(ENV_PREFIX):
+        elif variable.startswith(ENV_PREFIX) and variable != CORE_VARIABLE:
             raise ConfigError(variable, text, "a known setting", origin="environment", remedy="see `kvd config show`")
     for name, text in overrides.items():
         yield name, text, "command line", True

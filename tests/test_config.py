@@ -77,6 +77,10 @@ def test_a_mistyped_variable_is_refused() -> None:
         load(env={"KVD_LOG_LEVEL": "loud"})
 
 
+def test_the_choice_of_the_core_is_no_setting_and_not_refused() -> None:
+    assert load(env={"KVD_CORE": "reference"}).config == Config()
+
+
 def test_a_reachable_address_needs_to_be_asked_for(tmp_path: Path) -> None:
     text = "[query]\nendpoint = 'tcp://0.0.0.0:7000'\ninsecure = true\n"
     assert load(written(tmp_path, text), env={}).config.endpoint == "tcp://0.0.0.0:7000"

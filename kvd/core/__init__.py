@@ -11,6 +11,9 @@ from kvd.core.reference import DEFAULT_MAX_BLOCKS, ReferenceIndex
 
 __all__ = ["IMPLEMENTATIONS", "Index", "ReferenceIndex", "open_index"]
 
+CORE_VARIABLE = "KVD_CORE"
+"""Environment variable that asks for an implementation; not a setting of the daemon's configuration."""
+
 IMPLEMENTATIONS: dict[str, Callable[..., Index]] = {"reference": ReferenceIndex}
 """Name → an index from ``max_blocks=``, as far as this installation has them."""
 
@@ -25,7 +28,7 @@ def open_index(*, max_blocks: int | None = None) -> Index:
 
     ``KVD_CORE=reference`` or ``native`` in the environment asks for one of them. ImportError if it is not there.
     """
-    name = os.environ.get("KVD_CORE") or "reference"
+    name = os.environ.get(CORE_VARIABLE) or "reference"
     if name not in IMPLEMENTATIONS:
         raise ImportError(f"KVD_CORE={name}: this installation has {' and '.join(IMPLEMENTATIONS)}")
     return IMPLEMENTATIONS[name](max_blocks=DEFAULT_MAX_BLOCKS if max_blocks is None else max_blocks)

@@ -27,7 +27,7 @@ from kvd.serve.zmq import QueryServer
 from kvd.sockets import Source
 from protocols import query
 from tests.chaos.loopwatch import LoopWatch, busy_loop
-from tests.kit.engine import Dialect, Engine
+from tests.kit.engine import Dialect, Engine, Sent
 from tests.kit.faults import SlowClient
 from tests.kit.memory import Line
 from tests.kit.publisher import Publisher, chain_of, removed, stored
@@ -189,17 +189,33 @@ async def test_the_detector_sees_work_and_waiting(loop_watch: LoopWatch) -> None
     assert any("waited longer" in fault for fault in loop_watch.faults())
 
 
-async def test_nothing_holds_up_the_loop_of_a_busy_daemon(loop_watch: LoopWatch, tmp_path: Path) -> None:
+@pytest.fixture
+def traffic() -> list[tuple[list[int], Sent]]:
+    """Prompts, and what an engine announces after each. Made before the watch begins: its heap is not the daemon's."""
+    engine = Engine(Dialect.VLLM_MAP, blocks=3_000, block_size=16)
+    traffic = []
+    for number in range(300):
+        prompt = [number % 7, *range(2_000), *range(number, number + 500)]
+        engine.serve(prompt)
+        engine.finish()
+        sent = engine.step()
+        assert sent is not None
+        traffic.append((prompt, sent))
+    return traffic
+
+
+async def test_nothing_holds_up_the_loop_of_a_busy_daemon(
+    traffic: list[tuple[list[int], Sent]], loop_watch: LoopWatch, tmp_path: Path
+) -> None:
     """Full streams, big queries, snapshots, a worker with much to forget, a client that never reads: all at once."""
     config = Config(snapshot=SnapshotSettings(path=str(tmp_path / "kvd.snapshot"), interval=0.2))
-    engine = Engine(Dialect.VLLM_MAP, blocks=3_000, block_size=16)
     with Publisher() as publisher:
         async with runtime(config) as parts, Served(parts, tmp_path) as endpoint:
             spec = WorkerSpec(name="w", model="m", endpoint=publisher.endpoint, replay=publisher.replay)
             parts.supervisor.add(spec)
             with SlowClient(endpoint) as slow:
                 slow.send(query.encode(query.ListWorkers(id=1)), 2_000)
-                await anyio.to_thread.run_sync(_be_busy, endpoint, publisher, engine)
+                await anyio.to_thread.run_sync(_be_busy, endpoint, publisher, traffic)
                 stream = parts.fleet.members["w", 0].stream
                 await eventually_async(_async(lambda: stream.lifetime == 1))
             parts.supervisor.remove("w")
@@ -220,16 +236,11 @@ class Served:
         self.server.close()
 
 
-def _be_busy(endpoint: str, publisher: Publisher, engine: Engine) -> None:
+def _be_busy(endpoint: str, publisher: Publisher, traffic: list[tuple[list[int], Sent]]) -> None:
     """Fill the cache and ask, from another thread: only the daemon's own work is on the loop."""
     with Client(endpoint) as client:
-        for number in range(300):
-            prompt = [number % 7, *range(2_000), *range(number, number + 500)]
-            engine.serve(prompt)
-            engine.finish()
-            sent = engine.step()
-            if sent is not None:
-                publisher.publish_payload(sent)
+        for number, (prompt, sent) in enumerate(traffic):
+            publisher.publish_payload(sent)
             if number % 3 == 0:
                 assert client.score(exact_plan("m", prompt)).workers[0].worker == "w"
     publisher.restart()

@@ -43,7 +43,7 @@ bench: setup     ## measurements: planning, recovery, soak
 lock:            ## rewrite requirements.lock from pyproject.toml
 	$(PYTHON) -m venv $(VENV)-lock
 	$(VENV)-lock/bin/python -m pip install --quiet pip-tools
-	$(VENV)-lock/bin/pip-compile --quiet --strip-extras --no-emit-index-url --no-emit-find-links --extra planner --extra test --output-file requirements.lock pyproject.toml
+	$(VENV)-lock/bin/pip-compile --quiet --strip-extras --no-emit-index-url --no-emit-find-links --extra bench --extra otel --extra planner --extra test --output-file requirements.lock pyproject.toml
 	rm -rf $(VENV)-lock
 
 clean:

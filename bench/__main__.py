@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
 import typer
 
-from bench import core, planning, recovery, soak
+from bench import core, figure, ingest, planning, query, recovery, soak
+from bench.environment import machine, peer_python
 from bench.ratio import Row
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 JsonOption = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
+PeerOption = Annotated[Path | None, typer.Option(help="A Python that has the peer; else one is made in the cache.")]
+QuickOption = Annotated[bool, typer.Option("--quick", help="Fewer pairs and rows.")]
 
 
 @app.callback()
@@ -57,12 +61,34 @@ def index_core(
     sys.stdout.write(encoded if as_json else core.text(report))
 
 
+@app.command("ingest")
+def ingesting(peer: PeerOption = None, quick: QuickOption = False, as_json: JsonOption = False) -> None:
+    """Events over ZMQ, CPU time a block, beside the peer's indexer service."""
+    _compare(ingest.measure, peer, quick, as_json)
+
+
+@app.command("query")
+def querying(peer: PeerOption = None, quick: QuickOption = False, as_json: JsonOption = False) -> None:
+    """8,192 tokens asked over the wire, latency and CPU time a request, beside the peer's indexer service."""
+    _compare(query.measure, peer, quick, as_json)
+
+
 @app.command("soak")
 def soaks(as_json: JsonOption = False) -> None:
     """What churn, and workers that come and go, leave behind."""
     done = [soak.churn(), soak.comings_and_goings()]
     encoded = msgspec.json.format(msgspec.json.encode({"soaks": done}), indent=2).decode() + "\n"
     sys.stdout.write(encoded if as_json else soak.text(done))
+
+
+def _compare(measure: Callable[..., list[figure.Figure]], peer: Path | None, quick: bool, as_json: bool) -> None:
+    where = machine()
+    rows = measure(peer_python(peer), quick=quick)
+    if as_json:
+        encoded = msgspec.json.encode({"machine": where, "rows": rows})
+        sys.stdout.write(msgspec.json.format(encoded, indent=2).decode() + "\n")
+    else:
+        sys.stdout.write(figure.text(rows))
 
 
 def _tell(rows: list[Row], as_json: bool) -> None:

@@ -28,7 +28,7 @@ def open_index(*, max_blocks: int | None = None) -> Index:
 
     ``KVD_CORE=reference`` or ``native`` in the environment asks for one of them. ImportError if it is not there.
     """
-    name = os.environ.get(CORE_VARIABLE) or "reference"
+    name = os.environ.get(CORE_VARIABLE) or ("native" if "native" in IMPLEMENTATIONS else "reference")
     if name not in IMPLEMENTATIONS:
         raise ImportError(f"KVD_CORE={name}: this installation has {' and '.join(IMPLEMENTATIONS)}")
     return IMPLEMENTATIONS[name](max_blocks=DEFAULT_MAX_BLOCKS if max_blocks is None else max_blocks)

@@ -317,24 +317,24 @@ cdef class Search:
         cdef Py_ssize_t device = blocks[0], host = blocks[1], disk = blocks[2], external = blocks[3], usable = device
         cdef list path
         if rank.chunked:
-            host = rank.whole(self.path(host), device)
-            disk = rank.whole(self.path(disk), device)
-            external = rank.whole(self.path(external), device)
+            host = rank.whole(self.path(rank, host), device)
+            disk = rank.whole(self.path(rank, disk), device)
+            external = rank.whole(self.path(rank, external), device)
         if rank.groups.tracked:
-            path = self.path(device)
+            path = self.path(rank, device)
             usable = rank.usable(path)
         return Reach((device, host, disk, external), usable)
 
-    cdef list path(self, Py_ssize_t length):
-        """The nodes of the first keys, all of which must exist: KeyError. O(length)."""
+    cdef list path(self, Rank rank, Py_ssize_t length):
+        """The nodes of the first keys, up to one that the rank does not name: then they are no chain. O(length)."""
         cdef list path = []
         cdef Py_ssize_t i
         cdef uint64_t key
         cdef uint32_t node
         for i in range(length):
             node = self.tree.find(key) if self.key_at(i, &key) else NONE
-            if node == NONE:
-                raise KeyError(self.sequence[i])
+            if node == NONE or not self.tree.bits(node, rank.slot) >> NAMED & 1:
+                break
             path.append(node)
         return path
 

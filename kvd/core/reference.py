@@ -173,10 +173,10 @@ class ReferenceIndex:
         device, host, disk, external = blocks
         residency = self._ranks[rank]
         if residency.chunked:
-            host, disk, external = (residency.whole(self._tree.path(keys, n), device) for n in (host, disk, external))
+            host, disk, external = (residency.whole(residency.path(keys, n), device) for n in (host, disk, external))
         usable = device
         if residency.groups.tracked:
-            usable = residency.usable(self._tree.path(keys, device), Tier.DEVICE)
+            usable = residency.usable(residency.path(keys, device), Tier.DEVICE)
         return Reach((device, host, disk, external), usable)
 
     def statistics(self) -> Statistics:

@@ -14,7 +14,7 @@ from typing import cast
 import msgspec
 
 from kvd.core.groups import Copies, Group, Groups, no_copies
-from kvd.core.tree import WIDTH, Node, Space, Tree, Window, levels_of
+from kvd.core.tree import WIDTH, KeySequence, Node, Space, Tree, Window, levels_of
 from protocols.events import BlockExtra, Cleared, Event, Removed, Stored, Tier, Unknown, tier_of
 from protocols.keys import chain, digest_part, local_hash, media_part, namespace_seed
 from protocols.media import PAD_BASE, Scheme
@@ -492,6 +492,16 @@ class Residency:
 
     # --- questions ---------------------------------------------------------------------------------------------------
 
+    def path(self, keys: KeySequence, length: int) -> list[Node]:
+        """The nodes of the first ``length`` keys, up to one this rank does not name: no chain has such. O(length)."""
+        path: list[Node] = []
+        for i in range(length):
+            node = self.tree.nodes.get(keys[i])
+            if node is None or node not in self.names:
+                break
+            path.append(node)
+        return path
+
     def usable(self, path: Sequence[Node], level: Tier) -> int:
         """How many of the blocks of ``path``, all of which this rank covers, a hybrid model can reuse."""
         if not self.groups.tracked or not path:
@@ -505,9 +515,9 @@ class Residency:
 
         A block in the middle of an offloaded chunk counts only if the chunk's end is reached too. O(path).
         """
-        ends = {block.hash for node in path for block in self.names.get(node, ())}
+        ends = {block.hash for node in path for block in self.names[node]}
         reach = len(path)
-        while reach > device and not any(self._loadable(block, ends) for block in self.names.get(path[reach - 1], ())):
+        while reach > device and not any(self._loadable(block, ends) for block in self.names[path[reach - 1]]):
             reach -= 1
         return reach
 

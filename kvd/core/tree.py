@@ -10,7 +10,7 @@ Invariant: ``node.covered == node.held & node.parent.covered`` (``== node.held``
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Protocol
 
 from protocols.events import Tier
@@ -142,10 +142,6 @@ class Tree:
             else:
                 high = middle
         return low
-
-    def path(self, keys: Sequence[int] | KeySequence, length: int) -> list[Node]:
-        """The nodes of the first ``length`` keys; a caller's keys that are no chain may lack some. O(length)."""
-        return [node for i in range(length) if (node := self.nodes.get(keys[i])) is not None]
 
     def check(self) -> list[str]:
         """Every invariant that is broken, in words; empty when sound. O(nodes)."""

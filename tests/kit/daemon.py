@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kvd.client import Client, StreamInfo, Unreachable, WorkerScore, WorkerSpec, exact_plan
+from kvd.core import CORE_VARIABLE
 from protocols.query import Hello
 from tests.kit.waiting import eventually
 
@@ -89,4 +90,4 @@ def _when(info: StreamInfo, condition: Callable[[StreamInfo], bool]) -> StreamIn
 
 
 def _environment() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if not name.startswith("KVD_")}
+    return {name: value for name, value in os.environ.items() if name == CORE_VARIABLE or not name.startswith("KVD_")}

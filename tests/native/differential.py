@@ -198,10 +198,18 @@ class History:
         keys = token_keys(tokens, size, lora_name=lora, cache_salt=salt, eagle=eagle)
         self.both(lambda index: index.match(keys, asked))
         self.both(lambda index: index.match(tuple(keys), dict.fromkeys(asked)))
+        self.ask_nonsense(keys, asked)
         runs = [MediaRun(2, 2, "a", 5)] if rng.random() < 0.2 and len(tokens) > 4 else []
         plan = exact_plan("m", tokens, media=runs, lora_name=lora, cache_salt=salt)
         scheme = rng.choice(["media_keys", "pad30", "pad62"])
         self.both(lambda index: index.match(plan_keys(plan, size, scheme, eagle=eagle), asked))
+
+    def ask_nonsense(self, keys: list[int], asked: list[int]) -> None:
+        """Keys that are no chain: which of them a search looks at is its own matter, but each has an answer."""
+        nonsense = self.rng.choices([*keys, 7], k=len(keys) + 1)
+        for index in self.indexes:
+            for found in index.match(nonsense, asked).values():
+                assert 0 <= found.usable <= found.tiers[0] <= len(nonsense)
 
     def run(self, steps: int) -> None:
         for number in range(steps):

@@ -11,12 +11,19 @@ import os
 
 import pytest
 
+from kvd.core import CORE_VARIABLE, IMPLEMENTATIONS
 from tests.chaos.world import CROWDED, MENDABLE, Profile, World
 
 STEPS = int(os.environ.get("KVDTEST_STEPS", "3000"))
 QUIET_EVERY = 300
 SEEDS = [1, 2, 3, 5, 8, 13]
 EXTRA = [int(seed) for seed in os.environ.get("KVDTEST_SEED", "").split(",") if seed]
+
+
+@pytest.fixture(autouse=True, params=IMPLEMENTATIONS)
+def core(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every history with every implementation of the index."""
+    monkeypatch.setenv(CORE_VARIABLE, request.param)
 
 
 def _run(seed: int, profile: Profile) -> World:

@@ -20,6 +20,8 @@ from kvd.core.stream import Policy
 from kvd.ingest.endpoints import validate
 from kvd.ingest.polling import PollOptions
 from kvd.ingest.zmq import ZmqOptions
+from kvd.nats.options import NatsOptions
+from kvd.nats.options import validate as validate_nats
 from protocols.errors import ConfigError
 from protocols.limits import Limits as DecodeLimits
 from protocols.query import Limits as QueryLimits
@@ -108,6 +110,41 @@ class SnapshotSettings(msgspec.Struct, frozen=True, kw_only=True):
         return Path(directory) / "kvd.snapshot" if directory else None
 
 
+class NatsSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """NATS, where events, state and queries leave one machine; secrets are named by path only."""
+
+    servers: Annotated[str, doc("nats://host:port or tls://host:port, separated by commas; empty: no NATS.")] = ""
+    cluster: Annotated[str, doc("The fleet whose events these are: part of every subject.")] = "default"
+    prefix: Annotated[str, doc("How every subject begins.")] = "kvd.v1"
+    stream: Annotated[str, doc("JetStream stream of the events; empty: kvd-events-<cluster>.")] = ""
+    inbox_prefix: Annotated[str, doc("How the subjects of answers begin, where permissions ask for one.")] = "_INBOX"
+    credentials: Annotated[str, doc("Path of a .creds file (user JWT and seed).")] = ""
+    nkey: Annotated[str, doc("Path of a file with a user's nkey seed.")] = ""
+    user: Annotated[str, doc("User name, with password_file.")] = ""
+    password_file: Annotated[str, doc("Path of a file with the user's password.")] = ""
+    tls_ca: Annotated[str, doc("Path of the authorities that servers are checked against; empty: the system's.")] = ""
+    tls_cert: Annotated[str, doc("Path of the client's certificate.")] = ""
+    tls_key: Annotated[str, doc("Path of the certificate's key.")] = ""
+    tls_first: Annotated[bool, doc("Begin TLS before the server has said anything (handshake_first).")] = False
+    connect_timeout: Annotated[Seconds, doc("For one attempt to connect.")] = 5.0
+    request_timeout: Annotated[Seconds, doc("For one request, JetStream's included.")] = 5.0
+    ping_interval: Annotated[Seconds, doc("A server that misses two pings is given up.")] = 5.0
+    reconnect_wait: Annotated[Seconds, doc("Shortest wait after a failure; it doubles up to reconnect_max.")] = 0.2
+    reconnect_max: Annotated[Seconds, doc("Longest wait after failures.")] = 5.0
+    status_timeout: Annotated[Seconds, doc("A relay silent for this long is taken for gone.")] = 5.0
+    pending_messages: Annotated[Count, doc("Messages of a subscription that may wait; further ones are dropped.")] = (
+        65_536
+    )
+    pending_bytes: Annotated[Bytes, doc("Bytes of a subscription, or to be sent, that may wait.")] = 64 << 20
+    pull_messages: Annotated[Count, doc("Stored messages a reader may have on the way to it.")] = 256
+    concurrent_requests: Annotated[Count, doc("JetStream requests at a time.")] = 64
+
+    def options(self) -> NatsOptions:
+        servers = tuple(server.strip() for server in self.servers.split(",") if server.strip())
+        values = {name: getattr(self, name) for name in _shared(self, NatsOptions)}
+        return NatsOptions(**values | {"servers": servers})
+
+
 class LogSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What is written to stderr."""
 
@@ -121,6 +158,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     ingest: IngestSettings = IngestSettings()
     index: IndexSettings = IndexSettings()
     snapshot: SnapshotSettings = SnapshotSettings()
+    nats: NatsSettings = NatsSettings()
     log: LogSettings = LogSettings()
     workers: tuple[WorkerSpec, ...] = ()
 
@@ -135,7 +173,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
 
 SECTIONS: dict[str, type[msgspec.Struct]] = {
     "query": QuerySettings, "ingest": IngestSettings, "index": IndexSettings,
-    "snapshot": SnapshotSettings, "log": LogSettings,
+    "snapshot": SnapshotSettings, "nats": NatsSettings, "log": LogSettings,
 }  # fmt: skip
 
 
@@ -252,6 +290,7 @@ def _workers(raw: object, origin: str) -> tuple[WorkerSpec, ...]:
 
 
 def _checked(config: Config, origins: Mapping[str, str]) -> Config:
+    validate_nats(config.nats.options(), origins["nats.servers"])
     endpoint, origin = config.endpoint, origins["query.endpoint"]
     scheme, _, address = endpoint.partition("://")
     if scheme not in ("ipc", "tcp") or not address:

@@ -15,14 +15,15 @@ import kvd.client
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("protocols", "planner", "kvd")
-BOTTOM = {"kvd.sockets", "kvd.fetch"}
-"""Single modules below the rooms: they know sockets and HTTP, nothing of kvd."""
+BOTTOM = {"kvd.sockets", "kvd.fetch", "kvd.nats"}
+"""Below the rooms: they know sockets, HTTP and NATS, nothing of the index."""
 ENGINE_ROOM = {"protocols", "planner", "kvd.core", "kvd.ingest", "kvd.serve", *BOTTOM}
 ALLOWED: dict[str, set[str]] = {
     "protocols": set(),
     "planner": {"protocols"},
     "kvd.sockets": {"protocols"},
     "kvd.fetch": {"protocols"},
+    "kvd.nats": {"protocols"},
     "kvd.core": {"protocols"},
     "kvd.ingest": {"protocols", "kvd.core", *BOTTOM},
     "kvd.serve": {"protocols", "kvd.core", "kvd.ingest", *BOTTOM},

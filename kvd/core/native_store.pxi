@@ -32,16 +32,22 @@ cdef class Scratch:
 
     cdef uint64_t* hashes
     cdef uint64_t* expected  # four words a block, see Content.hint
-    cdef Py_ssize_t* starts  # of bodies, in bytes
-    cdef Py_ssize_t* lengths  # −1: no content
+    cdef const char** starts  # of bodies, here or in a message
+    cdef Py_ssize_t* lengths  # in bytes; −1: no content
     cdef Py_ssize_t blocks
     cdef char* bodies
     cdef Py_ssize_t size
+    cdef list parts  # bodies that lie elsewhere
+    cdef Told told
+
+    def __cinit__(self):
+        self.parts = []
+        self.told = Told()
 
     def __dealloc__(self):
         free(self.hashes)
         free(self.expected)
-        free(self.starts)
+        free(<void*>self.starts)
         free(self.lengths)
         free(self.bodies)
 
@@ -50,7 +56,7 @@ cdef class Scratch:
             self.blocks = 0
             resized(<void**>&self.hashes, (blocks + 16) * sizeof(uint64_t))
             resized(<void**>&self.expected, (blocks + 16) * 4 * sizeof(uint64_t))
-            resized(<void**>&self.starts, (blocks + 16) * sizeof(Py_ssize_t))
+            resized(<void**>&self.starts, (blocks + 16) * sizeof(char*))
             resized(<void**>&self.lengths, (blocks + 16) * sizeof(Py_ssize_t))
             self.blocks = blocks + 16
         return 0
@@ -62,109 +68,138 @@ cdef class Scratch:
         return 0
 
 
-cdef int read_hashes(tuple hashes, Scratch scratch, Rank rank) except -1:
-    cdef Py_ssize_t i, count = len(hashes)
-    scratch.room_for(count)
-    for i in range(count):
-        kvd_u64(<PyObject*>hashes[i], &scratch.hashes[i])
-        rank.expect(scratch.hashes[i])
-    return 0
+@cython.final
+cdef class Told:
+    """What a store or a removal says, whoever read it: a message in C, or a decoded event."""
+
+    cdef const uint64_t* hashes
+    cdef Py_ssize_t count
+    cdef bint root  # no parent is told
+    cdef uint64_t parent
+    cdef list tokens  # as decoded; else None, and they are in one of the next two
+    cdef const uint32_t* narrow
+    cdef const uint64_t* wide
+    cdef Py_ssize_t total  # tokens
+    cdef uint64_t highest
+    cdef Py_ssize_t block_size
+    cdef bint eagle, dense, strings, foreign, unreadable
+    cdef object medium, group, spec_kind, sliding_window, lora_id, lora_name, salt, locality, extras
+
+    cdef int take_holder(self, object event, Scratch scratch) except -1:
+        """What stores and removals have in common. O(hashes)."""
+        cdef tuple hashes = event.hashes
+        cdef Py_ssize_t i
+        self.count = len(hashes)
+        scratch.room_for(self.count)
+        for i in range(self.count):
+            kvd_u64(<PyObject*>hashes[i], &scratch.hashes[i])
+        self.hashes = scratch.hashes
+        self.medium, self.group, self.locality = event.medium, event.group, event.locality
+        self.foreign = event.backend_id is not None
+        return 0
+
+    cdef int take_store(self, object event, Scratch scratch) except -1:
+        cdef object parent = event.parent, tokens = event.tokens
+        self.take_holder(event, scratch)
+        self.root = parent is None
+        self.parent = 0 if parent is None else parent
+        self.tokens = tokens if type(tokens) is list else list(tokens)
+        self.total, self.narrow, self.wide, self.highest = len(tokens), NULL, NULL, 0
+        self.block_size, self.eagle, self.dense = event.block_size, event.eagle, event.dense
+        self.strings = not self.dense and "string_token" in event.warn
+        self.spec_kind, self.sliding_window = event.spec_kind, event.sliding_window
+        self.lora_id, self.lora_name, self.salt = event.lora_id, event.lora_name, event.cache_salt
+        self.extras, self.unreadable = event.extra, bool(event.block_mm_infos)
+        if self.block_size < 0:
+            raise ValueError(f"block size {self.block_size}: expected 0 or more")
+        return 0
+
+    cdef int pack(self, Scratch scratch) except -1:
+        """Tokens as words: u32, or u64 if one needs them. Raises OverflowError, TypeError. O(tokens)."""
+        cdef Py_ssize_t i
+        cdef uint32_t highest
+        cdef uint64_t* words
+        if self.tokens is None:
+            return 0
+        scratch.bytes_for(self.total * 4)
+        if kvd_pack_u32(
+            PySequence_Fast_ITEMS(self.tokens), self.total, <uint32_t*>scratch.bodies, &highest
+        ) == self.total:
+            self.narrow, self.highest = <uint32_t*>scratch.bodies, highest
+            return 0
+        scratch.bytes_for(self.total * 8)
+        words = <uint64_t*>scratch.bodies
+        for i in range(self.total):
+            kvd_u64(<PyObject*>self.tokens[i], &words[i])
+            self.highest = max(self.highest, words[i])
+        self.wide = words
+        return 0
 
 
-cdef uint64_t read_bodies(
-    list tokens, Py_ssize_t count, Py_ssize_t size, Py_ssize_t eagle, Scratch scratch
-) except? 0xFFFFFFFFFFFFFFFF:
-    """Pack the tokens, and lay out what is hashed of each block: u32 words, or u64 where one needs them.
-
-    Returns the highest token. O(tokens).
-    """
-    cdef Py_ssize_t total = len(tokens), i, j, start, end, at
-    cdef uint32_t narrow
-    cdef uint64_t highest = 0, word
-    cdef char* out
-    cdef uint64_t* words
-    size = min(size, total + 1)
-    scratch.bytes_for(total * 4)
-    if kvd_pack_u32(PySequence_Fast_ITEMS(tokens), total, <uint32_t*>scratch.bodies, &narrow) == total:
-        for i in range(count):
-            start, end = min(i * size, total), min(i * size + size + eagle, total)
-            scratch.starts[i], scratch.lengths[i] = start * 4, (end - start) * 4
-        return narrow
-    scratch.bytes_for(total * 8 + count * (min(size + eagle, total) + 1) * 8)
-    words = <uint64_t*>scratch.bodies
-    for i in range(total):
-        kvd_u64(<PyObject*>tokens[i], &words[i])
-        highest = max(highest, words[i])
-    at = total * 8
-    for i in range(count):
-        start, end = min(i * size, total), min(i * size + size + eagle, total)
+cdef int lay_out(Told told, Scratch scratch) except -1:
+    """Say where each block's words are: u32 as they lie, or narrowed where wide ones are not needed. O(tokens)."""
+    cdef Py_ssize_t total = told.total, size = min(told.block_size, total + 1), i, j, start, end, at, needed
+    cdef bint ours
+    cdef uint64_t word
+    cdef uint32_t* out
+    if told.narrow != NULL:
+        for i in range(told.count):
+            start, end = min(i * size, total), min(i * size + size + told.eagle, total)
+            scratch.starts[i], scratch.lengths[i] = <const char*>(told.narrow + start), (end - start) * 4
+        return 0
+    ours = <const char*>told.wide == scratch.bodies
+    at = total * 8 if ours else 0
+    scratch.bytes_for(at + (total + told.count * 3) * 4)
+    if ours:
+        told.wide = <const uint64_t*>scratch.bodies
+    for i in range(told.count):
+        start, end = min(i * size, total), min(i * size + size + told.eagle, total)
         word = 0
         for j in range(start, end):
-            word = max(word, words[j])
-        scratch.starts[i] = at
-        if word > 0xFFFFFFFF:
-            memcpy(scratch.bodies + at, words + start, (end - start) * 8)
-            scratch.lengths[i] = (end - start) * 8
-        else:
-            out = scratch.bodies + at
+            word = max(word, told.wide[j])
+        scratch.starts[i], scratch.lengths[i] = <const char*>(told.wide + start), (end - start) * 8
+        if word <= 0xFFFFFFFF:
+            out = <uint32_t*>(scratch.bodies + at)
             for j in range(start, end):
-                (<uint32_t*>out)[j - start] = <uint32_t>words[j]
-            scratch.lengths[i] = (end - start) * 4
-        at += scratch.lengths[i] + 4 & ~<Py_ssize_t>7
-    return highest
-
-
-cdef int add_parts(object extras, Py_ssize_t count, Scratch scratch) except -1:
-    """Put media and digests behind the words of the blocks that have any. O(bytes)."""
-    cdef Py_ssize_t i, at, more
-    cdef bytes part
-    cdef list parts = [None] * count
-    more = at = 0
-    for i in range(count):
-        at = max(at, scratch.starts[i] + scratch.lengths[i])
-        extra = extras[i]
-        if extra is not None and (extra.media or extra.digests):
-            part = media_part(extra.media) + digest_part(extra.digests)
-            parts[i] = part
-            more += scratch.lengths[i] + len(part) + 8
-    if more == 0:
-        return 0
-    at = at + 7 & ~<Py_ssize_t>7
-    if at + more > scratch.size:
-        resized(<void**>&scratch.bodies, at + more)
-        scratch.size = at + more
-    for i in range(count):
-        if parts[i] is not None:
-            part = parts[i]
-            memcpy(scratch.bodies + at, scratch.bodies + scratch.starts[i], scratch.lengths[i])
-            memcpy(scratch.bodies + at + scratch.lengths[i], PyBytes_AS_STRING(part), len(part))
-            scratch.starts[i] = at
-            scratch.lengths[i] += len(part)
+                out[j - start] = <uint32_t>told.wide[j]
+            scratch.starts[i], scratch.lengths[i] = <const char*>out, (end - start) * 4
             at = at + scratch.lengths[i] + 7 & ~<Py_ssize_t>7
     return 0
 
 
-cdef object refusal_of(object event):
+cdef int add_parts(object extras, Py_ssize_t count, Scratch scratch) except -1:
+    """Put media and digests behind the words of the blocks that have any. O(bytes)."""
+    cdef Py_ssize_t i
+    cdef bytes part
+    for i in range(count):
+        extra = extras[i]
+        if extra is None or not (extra.media or extra.digests):
+            continue
+        part = media_part(extra.media) + digest_part(extra.digests)
+        part = scratch.starts[i][:scratch.lengths[i]] + part
+        scratch.parts.append(part)
+        scratch.starts[i], scratch.lengths[i] = PyBytes_AS_STRING(part), len(part)
+    return 0
+
+
+cdef object refusal_of(Told told):
     """Why a store or removal does not concern this index, or None."""
-    cdef object locality
-    if event.backend_id is not None:
+    if told.foreign:
         return "foreign_holder"
-    locality = event.locality
-    if locality is not None and locality.casefold() != "local":
+    if told.locality is not None and told.locality.casefold() != "local":
         return "not_local"
-    return "unknown_medium" if tier_number(event.medium) < 0 else None
+    return "unknown_medium" if tier_number(told.medium) < 0 else None
 
 
-cdef object store(Rank rank, object event, Scratch scratch):
-    cdef object refusal = refusal_of(event), group = event.group, budget = rank.budget, tracked
-    cdef tuple hashes = event.hashes
-    cdef Py_ssize_t count = len(hashes)
+cdef object store(Rank rank, Told told, Scratch scratch):
+    cdef object refusal = refusal_of(told), group = told.group, budget = rank.budget, tracked
+    cdef Py_ssize_t count = told.count, i
     cdef int tier
     if refusal is not None:
         return Skipped(refusal)
-    tier = tier_number(event.medium)
+    tier = tier_number(told.medium)
     if rank.groups.indexed is None or not (group is None or group == rank.groups.indexed):
-        place = rank.groups.of_store(group, event.spec_kind, event.sliding_window)
+        place = rank.groups.of_store(group, told.spec_kind, told.sliding_window)
         if isinstance(place, str):
             return Skipped(place)
         if place[0] == "tracked":
@@ -172,89 +207,86 @@ cdef object store(Rank rank, object event, Scratch scratch):
             tracked = rank.groups.tracked[place[1]]
             if len(tracked.copies) + count > budget.limit:
                 return Skipped("index_full")
-            for hash_ in hashes:
-                tracked.add(hash_, LEVELS[tier], single=rank.single_copies)
+            for i in range(count):
+                tracked.add(told.hashes[i], LEVELS[tier], single=rank.single_copies)
             return applied(count)
     if budget.used + count > budget.limit:
         return Skipped("index_full")
-    read_hashes(hashes, scratch, rank)
+    for i in range(count):
+        rank.expect(told.hashes[i])
+    scratch.room_for(count)
     rank.reserve(count)
     rank.doubts = 0
-    cdef object reason = read_contents(rank, event, count, scratch)
+    cdef object reason = read_contents(rank, told, scratch)
     if reason is not None:
         if reason == "block_size_mismatch":
             return Skipped(reason)
         rank.count(reason)
         for i in range(count):
             scratch.lengths[i] = -1
-    store_blocks(rank, event, count, tier, scratch)
+    store_blocks(rank, told, tier, scratch)
+    scratch.parts.clear()
     if tier == 0:
         return Applied(count, DOUBTS[trailing_zeros(rank.doubts)]) if rank.doubts else applied(count)
-    if event.medium in _CHUNKED_MEDIA and event.dense:
-        mark_chunk(rank, hashes)
+    if told.medium in _CHUNKED_MEDIA and told.dense:
+        mark_chunk(rank, told)
     return applied(count)
 
 
-cdef object read_contents(Rank rank, object event, Py_ssize_t count, Scratch scratch):
-    """Read each block's content, as far as the event says it beyond doubt; else why it does not."""
-    cdef object extras = event.extra, tokens = event.tokens, registered = rank.registered_size
-    cdef Py_ssize_t i, size
-    cdef uint64_t highest
-    if not tokens:
+cdef object read_contents(Rank rank, Told told, Scratch scratch):
+    """Say what each block holds, as far as that is beyond doubt; else why it is not."""
+    cdef object extras = told.extras, registered = rank.registered_size
+    if not told.total:
         return "without_tokens"
-    if not event.dense:
-        return "string_tokens" if "string_token" in event.warn else "not_dense"
-    size = event.block_size
-    if size < 0:
-        raise ValueError(f"block size {size}: expected 0 or more")
-    if registered is not None and size != registered:
+    if not told.dense:
+        return "string_tokens" if told.strings else "not_dense"
+    if registered is not None and told.block_size != registered:
         return "block_size_mismatch"
-    if not rank.knows_window(size, event.eagle) and rank.window_count() >= rank.bounds.block_sizes:
+    if not rank.knows_window(told.block_size, told.eagle) and rank.window_count() >= rank.bounds.block_sizes:
         return "block_size_varies"
-    if (extras and len(extras) != count) or event.block_mm_infos:
+    if (extras and len(extras) != told.count) or told.unreadable:
         return "media_unreadable"
-    highest = read_bodies(tokens if type(tokens) is list else list(tokens), count, size, event.eagle, scratch)
+    told.pack(scratch)
+    lay_out(told, scratch)
     if rank.learnt_scheme is None:
         if extras and any([extra is not None and extra.media for extra in extras]):
             rank.learnt_scheme = "media_keys"
-        elif highest > 0xFFFFFFFF:
+        elif told.highest > 0xFFFFFFFF:
             rank.learnt_scheme = "pad62"
-        elif PAD_BASE <= highest < PAD_BASE + (1 << 30):
+        elif PAD_BASE <= told.highest < PAD_BASE + (1 << 30):
             rank.learnt_scheme = "dynamo" if rank.registered_scheme == "dynamo" else "pad30"  # the same pads
         if rank.learnt_scheme is not None and (rank.registered_scheme or rank.learnt_scheme) != rank.learnt_scheme:
             rank.count("scheme_mismatch")
     if extras:
-        add_parts(extras, count, scratch)
+        add_parts(extras, told.count, scratch)
     return None
 
 
-cdef int store_blocks(Rank rank, object event, Py_ssize_t count, int tier, Scratch scratch) except -1:
-    """Store the blocks whose hashes and contents the scratch has."""
-    cdef object lora = event.lora_name, salt = event.cache_salt or None, first_salt = salt
-    cdef object told = event.parent, extras = event.extra
+cdef int store_blocks(Rank rank, Told told, int tier, Scratch scratch) except -1:
+    """Store the blocks whose contents the scratch has."""
+    cdef object lora = told.lora_name, salt = told.salt or None, first_salt = salt
     cdef Content content
-    cdef Py_ssize_t i, added = 0
+    cdef Py_ssize_t i, added = 0, count = told.count
     cdef uint32_t e, above = NONE, node
     cdef int before
     if not lora:
-        lora = None if event.lora_id is None else f"\0lora_id={event.lora_id}"
-    content.root = told is None
-    content.parent = 0 if told is None else told
-    if told is not None and told in ROOT_PARENTS and rank.find(content.parent) == NONE:
+        lora = None if told.lora_id is None else f"\0lora_id={told.lora_id}"
+    content.root, content.parent = told.root, told.parent
+    if not told.root and told.parent in ROOT_PARENTS and rank.find(content.parent) == NONE:
         content.root = True
-    if extras:
-        first_salt = sort_strings(rank, extras, count, content.root, salt, scratch)
-    content.size, content.eagle = event.block_size, event.eagle
+    if told.extras:
+        first_salt = sort_strings(rank, told.extras, count, content.root, salt, scratch)
+    content.size, content.eagle = told.block_size, told.eagle
     content.lora, content.salt = <PyObject*>lora, <PyObject*>first_salt
     expect_chain(rank, &content, count, scratch)
     for i in range(count):
-        e = rank.find(scratch.hashes[i])
+        e = rank.find(told.hashes[i])
         if e == NONE:
-            e = rank.insert(scratch.hashes[i])
+            e = rank.insert(told.hashes[i])
             added += 1
         node = rank.entries[e].node
         if scratch.lengths[i] >= 0:
-            content.body, content.length = scratch.bodies + scratch.starts[i], scratch.lengths[i]
+            content.body, content.length = scratch.starts[i], scratch.lengths[i]
             content.above = above
             content.hint = &scratch.expected[4 * i]
             rank.announce(e, &content, True)
@@ -263,7 +295,7 @@ cdef int store_blocks(Rank rank, object event, Py_ssize_t count, int tier, Scrat
         add_copy(rank, e, tier)
         if before != nearest_of(rank.entries[e].state):
             rank.hold(e)
-        content.root, content.parent, content.salt = False, scratch.hashes[i], <PyObject*>salt
+        content.root, content.parent, content.salt = False, told.hashes[i], <PyObject*>salt
         above = e
     if added:
         rank.budget.used += added
@@ -319,7 +351,7 @@ cdef int expect_chain(Rank rank, const Content* first, Py_ssize_t count, Scratch
             key = 0
             root = False
             continue
-        local = XXH3_64bits_withSeed(scratch.bodies + scratch.starts[i], scratch.lengths[i], seed)
+        local = XXH3_64bits_withSeed(scratch.starts[i], scratch.lengths[i], seed)
         out[0], out[2], out[3] = local, seed, key
         key = local if root else chained(key, local)
         root = False
@@ -328,43 +360,43 @@ cdef int expect_chain(Rank rank, const Content* first, Py_ssize_t count, Scratch
     return 0
 
 
-cdef int mark_chunk(Rank rank, tuple hashes) except -1:
+cdef int mark_chunk(Rank rank, Told told) except -1:
     """vLLM's offloading announces a chunk's blocks in one event and loads them together; SGLang's pages do not."""
-    cdef uint32_t e
-    cdef Py_ssize_t inner = len(hashes) - 1
-    last = hashes[inner]
-    for hash_ in hashes[:inner]:
+    cdef Py_ssize_t i
+    cdef object hash_, last = told.hashes[told.count - 1]
+    for i in range(told.count - 1):
+        hash_ = told.hashes[i]
         rank.chunked = True
         rank.make_special()
-        e = rank.find(hash_)
-        rank.entries[e].state |= CHUNKED
+        rank.entries[rank.find(told.hashes[i])].state |= CHUNKED
         rank.chunks[hash_] = rank.chunks.get(hash_, set()) | {last}
     return 0
 
 
-cdef object remove(Rank rank, object event, Scratch scratch):
-    cdef object refusal = refusal_of(event), group = event.group
-    cdef tuple hashes = event.hashes
-    cdef Py_ssize_t count = len(hashes), known = 0, i
+cdef object remove(Rank rank, Told told):
+    cdef object refusal = refusal_of(told), group = told.group
+    cdef Py_ssize_t count = told.count, known = 0, i
     cdef int tier
     if refusal is not None:
         return Skipped(refusal)
-    tier = tier_number(event.medium)
+    tier = tier_number(told.medium)
     if rank.groups.indexed is None or not (group is None or group == rank.groups.indexed):
         place = rank.groups.of_removal(group)
         if isinstance(place, str):
             return Skipped(place)
         if place[0] == "tracked":
             tracked = rank.groups.tracked[place[1]]
-            known = sum([tracked.remove(hash_, LEVELS[tier]) for hash_ in hashes])
+            for i in range(count):
+                known += tracked.remove(told.hashes[i], LEVELS[tier])
             if known < count:
                 rank.count("unknown_removals", count - known)
             return applied(known)
-    read_hashes(hashes, scratch, rank)
     for i in range(count):
-        rank.approach(scratch.hashes[i])
+        rank.expect(told.hashes[i])
     for i in range(count):
-        known += remove_copy(rank, scratch.hashes[i], tier)
+        rank.approach(told.hashes[i])
+    for i in range(count):
+        known += remove_copy(rank, told.hashes[i], tier)
     if known < count:
         rank.count("unknown_removals", count - known)
     rank.shrink()
@@ -413,20 +445,22 @@ cdef object unknown(Rank rank, object event):
     return Skipped("unknown_clear")
 
 
-cdef object apply_event(Rank rank, object event, Scratch scratch):
-    """Apply one event and count its outcome."""
-    cdef object outcome
-    cdef object kind = type(event)
-    if kind is Stored:
-        outcome = store(rank, event, scratch)
-    elif kind is Removed:
-        outcome = remove(rank, event, scratch)
-    elif kind is Cleared:
-        outcome = clear(rank, event)
-    elif kind is Unknown:
-        outcome = unknown(rank, event)
-    else:
-        outcome = Skipped("bad_event")
+cdef object counted(Rank rank, object outcome):
+    """The outcome, counted if the event was left out."""
     if type(outcome) is Skipped:
         rank.count(f"skipped_{outcome.reason}")
     return outcome
+
+
+cdef object apply_event(Rank rank, object event, Scratch scratch):
+    """Apply one decoded event and count its outcome."""
+    cdef object kind = type(event)
+    if kind is Stored:
+        scratch.told.take_store(event, scratch)
+        return counted(rank, store(rank, scratch.told, scratch))
+    if kind is Removed:
+        scratch.told.take_holder(event, scratch)
+        return counted(rank, remove(rank, scratch.told))
+    if kind is Cleared:
+        return counted(rank, clear(rank, event))
+    return counted(rank, unknown(rank, event) if kind is Unknown else Skipped("bad_event"))

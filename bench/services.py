@@ -118,7 +118,7 @@ class Kvd:
             self._endpoint,
             "--set=ingest.probe_interval=3600",
         ]
-        self._watched = Watched(command, {"KVD_CORE": os.environ.get("KVD_CORE", "native")})
+        self._watched = Watched(command, {})
         self._client = Client(self._endpoint, timeout=30.0)
         self._watched.until(self._answers)
         self.cpu, self.resident = self._watched.cpu, self._watched.resident

@@ -432,6 +432,21 @@ async def test_a_peer_that_cannot_help_is_said_and_does_no_harm(
 # --- a full index ----------------------------------------------------------------------------------------------------
 
 
+def test_a_full_index_gives_up_what_nothing_links_to_before_any_stream_and_says_so() -> None:
+    fleet = Fleet(max_blocks=10)
+    lines = [Line(fleet, name=name).connect() for name in ("old", "new")]
+    lines[0].publish(chain_of(PROMPT))
+    lines[0].publish(*(stored([100 + i], [i, i, i, i], parent=9_000 + i) for i in range(5)))
+    assert lines[0].trust.state == "exact"
+    lines[1].now = 5.0
+    lines[1].publish(chain_of([7] * 16, first_hash=50))
+    assert lines[1].trust.state == "exact"
+    assert lines[1].score([7] * 16).matched_tokens == 16
+    assert lines[0].score(PROMPT).matched_tokens == 16
+    assert (lines[0].trust.state, lines[0].trust.reason) == ("incomplete", "unlinked_dropped")
+    assert fleet.check() == []
+
+
 def test_a_full_index_gives_up_its_least_recently_heard_stream_and_says_so() -> None:
     fleet = Fleet(max_blocks=10)
     lines = [Line(fleet, name=name).connect() for name in ("old", "new")]

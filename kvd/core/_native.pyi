@@ -56,6 +56,9 @@ class NativeIndex:
     def apply(self, rank: int, event: Event) -> Outcome:
         """Apply one event. O(blocks in the event), amortised, plus what coverage it changes below them."""
 
+    def forget_unlinked(self, limit: int) -> dict[int, int]:
+        """Give up at most ``limit`` blocks whose parent was never announced; how many by rank. O(limit + ranks)."""
+
     def windows(self, rank: int) -> dict[Window, int]:
         """How the rank cuts tokens into blocks, with how many blocks of each kind it knows. O(windows)."""
 

@@ -202,6 +202,17 @@ cdef class NativeIndex:
             lacking -= rank.forget_remembered(min(lacking, 0xFFFFFFF0))
         return 0
 
+    def forget_unlinked(self, limit):
+        cdef Rank rank
+        cdef dict given_up = {}
+        for handle, each in self.ranks.items():
+            rank = each
+            count = rank.forget_unlinked(min(limit, 0xFFFFFFF0))
+            if count:
+                given_up[handle] = count
+                limit -= count
+        return given_up
+
     def windows(self, rank):
         return (<Rank>self.ranks[rank]).all_windows()
 

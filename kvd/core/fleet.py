@@ -74,6 +74,10 @@ class Member:
         )  # fmt: skip
 
 
+EVICTION = 4096
+"""Blocks that are given up at a time while a full index makes room."""
+
+
 class FleetError(ValueError):
     """A worker that cannot be added or is not there."""
 
@@ -150,16 +154,26 @@ class Fleet:
             and (wanted is None or member.spec.name in wanted or member.pool in wanted)
         ]
 
-    def evict(self, besides: Member, now: float) -> Member | None:
-        """Make room in a full index: the model's least recently heard stream gives up all it holds, and says so."""
-        others = [m for m in self.members.values() if m.index is besides.index and m is not besides]
-        holding = [m for m in others if m.index.block_count(m.handle)]
-        if not holding:
-            return None
-        oldest = min(holding, key=lambda member: member.stream.heard_at or 0.0)
-        oldest.reset()
-        oldest.stream.handle(Refused("evicted"), now)
-        return oldest
+    def evict(self, besides: Member, now: float) -> bool:
+        """Make room in a full index, and have whoever gives way say so; False if there is nobody.
+
+        Blocks that nothing links to go first, then whole streams, the least recently heard one first.
+        """
+        others = [member for member in self.members.values() if member.index is besides.index]
+        given_up = besides.index.forget_unlinked(EVICTION)
+        for member in others:
+            if member.handle in given_up or member.shadow in given_up:
+                member.stream.handle(Refused("unlinked_dropped"), now)
+        return bool(given_up) or self._evict_stream([member for member in others if member is not besides], now)
+
+    def _evict_stream(self, members: list[Member], now: float) -> bool:
+        """The least recently heard of these streams that hold anything gives up all it holds."""
+        holding = [member for member in members if member.index.block_count(member.handle)]
+        if holding:
+            oldest = min(holding, key=lambda member: member.stream.heard_at or 0.0)
+            oldest.reset()
+            oldest.stream.handle(Refused("evicted"), now)
+        return bool(holding)
 
     def sweep(self, limit: int) -> bool:
         """Dismantle dropped lifetimes, up to ``limit`` blocks an index; True if none are left."""

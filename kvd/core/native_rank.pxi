@@ -718,6 +718,15 @@ cdef class Rank:
         self.shrink()
         return count
 
+    cdef uint32_t forget_unlinked(self, uint32_t limit) except? 0xFFFFFFFF:
+        """Give up at most ``limit`` blocks that wait for a parent never announced, oldest first; how many."""
+        cdef uint32_t count = min(limit, <uint32_t>len(self.contents)), i
+        for i in range(count):
+            self.count("unlinked_dropped")
+            self.forget(self.find(next(iter(self.contents))))
+        self.shrink()
+        return count
+
     cdef Py_ssize_t empty(self, tuple tiers) except -1:
         """Take all copies off these tiers; how many blocks had any. O(blocks of the rank)."""
         cdef uint32_t e = 0, state, mask = 0, farther = 0xFFFFC000

@@ -136,6 +136,18 @@ class ReferenceIndex:
                 return
             lacking -= residency.forget_remembered(lacking)
 
+    def forget_unlinked(self, limit: int) -> dict[int, int]:
+        """Give up at most ``limit`` blocks whose parent was never announced, each rank's oldest first; how many
+
+        They are in nobody's answer yet, but a parent may still come: their streams are no longer complete.
+        """
+        given_up: dict[int, int] = {}
+        for rank, residency in self._ranks.items():
+            if count := residency.forget_unlinked(limit):
+                given_up[rank] = count
+                limit -= count
+        return given_up
+
     def windows(self, rank: int) -> dict[Window, int]:
         """How the rank cuts tokens into blocks, with how many blocks of each kind it knows."""
         return dict(self._ranks[rank].windows)

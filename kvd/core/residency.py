@@ -300,6 +300,14 @@ class Residency:
             self._forget(next(iter(self.remembered.values())))
         return count
 
+    def forget_unlinked(self, limit: int) -> int:
+        """Give up at most ``limit`` blocks that wait for a parent never announced, oldest first; how many."""
+        count = min(limit, len(self.unlinked))
+        for _ in range(count):
+            self.counters["unlinked_dropped"] += 1
+            self._forget(next(iter(self.unlinked.values())))
+        return count
+
     # --- content -----------------------------------------------------------------------------------------------------
 
     def _contents(self, event: Stored) -> list[Content | None] | Skipped:

@@ -170,7 +170,7 @@ class Feed:
         refused = None
         for event in message.batch.events if message.batch is not None else ():
             outcome = self._holder.apply(event)
-            if _is_full(outcome) and self._make_room():
+            while _is_full(outcome) and self._make_room():
                 outcome = self._holder.apply(event)
             if _is_full(outcome):
                 refused = "index_full"
@@ -179,8 +179,8 @@ class Feed:
         return refused
 
     def _make_room(self) -> bool:
-        """Let the least recently heard stream go; False if there is none to let go."""
-        return self.member.fleet.evict(self.member, self._clock()) is not None
+        """Let others give way; False if there is nobody left who could."""
+        return self.member.fleet.evict(self.member, self._clock())
 
 
 def _is_full(outcome: Outcome) -> bool:

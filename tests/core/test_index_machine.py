@@ -193,6 +193,10 @@ class BoundedMachine(IndexMachine):
 
     bounds = TIGHT
 
+    @rule(limit=st.integers(1, 3))
+    def make_room(self, limit: int) -> None:
+        self.index.forget_unlinked(limit)
+
     @staticmethod
     def judge(chain: Chain, claimed: tuple[int, ...], true: tuple[int, ...]) -> None:
         assert all(c <= t for c, t in zip(claimed, true, strict=True)), f"{chain}: claims {claimed} of {true}"

@@ -547,6 +547,20 @@ def test_remembered_blocks_give_way_before_a_store_is_refused() -> None:
         assert device(index, rank, ABCD) == 4
 
 
+def test_unlinked_blocks_are_given_up_oldest_first(index: AnyIndex, rank: int) -> None:
+    index.apply(rank, stored(HASHES, ABCD))
+    for i in range(6):
+        index.apply(rank, stored([100 + i], [i, i], 5000 + i))
+    assert index.forget_unlinked(4) == {rank: 4}
+    assert index.counters(rank)["unlinked_dropped"] == 4
+    assert index.block_count(rank) == len(HASHES) + 2
+    for i in range(6):
+        index.apply(rank, stored([5000 + i], [50 + i, i]))
+    assert [device(index, rank, [50 + i, i, i, i]) for i in range(6)] == [1] * 4 + [2] * 2
+    assert index.forget_unlinked(4) == {}
+    assert device(index, rank, ABCD) == 4
+
+
 def test_dropped_lifetimes_give_way_before_a_store_is_refused() -> None:
     for factory in FACTORIES.values():
         index = factory(max_blocks=4)

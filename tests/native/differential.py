@@ -153,6 +153,9 @@ class History:
         elif kind < 0.955 and len(self.handles) > 1:
             self.handles.remove(handle)
             self.both(lambda index: index.remove_rank(handle))
+        elif kind < 0.96:
+            limit = rng.randint(1, 9)
+            self.both(lambda index: index.forget_unlinked(limit))
         elif kind < 0.98:
             limit = rng.randint(1, 9)
             self.both(lambda index: index.sweep(limit))

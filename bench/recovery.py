@@ -15,9 +15,10 @@ from pathlib import Path
 
 import msgspec
 
+from bench.engine.publisher import Publisher
 from kvd.client import exact_plan
 from tests.kit.daemon import Daemon
-from tests.kit.publisher import Publisher, stored
+from tests.kit.publisher import stored
 from tests.kit.waiting import eventually
 
 BLOCK = 16

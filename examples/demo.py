@@ -18,6 +18,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from bench.engine.publisher import Publisher
 from kvd.cli.tables import trust_text
 from kvd.client import Client, ExactPlan, Plan, PrefixPlan, Unreachable, WorkerScore, WorkerSpec
 from kvd.evaluate import MODEL, FromTokens, Recorded, read_requests
@@ -25,7 +26,6 @@ from kvd.ingest.recording import read_lines
 from planner.plan import Planner
 from planner.recorded import request_of
 from protocols.plan import basis_of
-from tests.kit.publisher import Publisher
 from tests.kit.waiting import eventually
 
 RECORDINGS = Path(__file__).parents[1] / "tests" / "fixtures" / "recordings"

@@ -1,6 +1,6 @@
 """The index over flat arrays and open-addressing tables, where the package was built with a compiler."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 from kvd.core.image import Part
 from kvd.core.reference import Reach, Statistics
@@ -12,6 +12,18 @@ from protocols.media import Scheme
 
 def packed_keys(keys: Keys) -> bytes:
     """All keys of a prompt as packed u64 words, little-endian. O(tokens)."""
+
+class Reaches(Mapping[int, Reach]):
+    """What a match found, by handle; values are made as they are asked for."""
+
+    def __getitem__(self, handle: int) -> Reach: ...
+    def __iter__(self) -> Iterator[int]: ...
+    def __len__(self) -> int: ...
+    def packed(self) -> bytes:
+        """Five int32 a rank asked about, in the order of the question: blocks by tier, cumulative, and usable ones."""
+
+    def device(self) -> dict[int, int]:
+        """Handle → blocks on the device, for all that are in the mapping. O(ranks)."""
 
 class NativeImporter:
     """Takes the parts of one rank, in order, into an empty one."""
@@ -71,7 +83,7 @@ class NativeIndex:
     def block_count(self, rank: int) -> int:
         """Blocks with at least one copy on any tier. O(1)."""
 
-    def match(self, keys: KeySequence, ranks: Iterable[int]) -> dict[int, Reach]:
+    def match(self, keys: KeySequence, ranks: Iterable[int]) -> Reaches:
         """The reach of each of these ranks; those that hold not even the first block are left out.
 
         Cost: ranks, and distinct reaches × log(blocks) probes per tier in use. Keys of

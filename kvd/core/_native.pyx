@@ -18,6 +18,7 @@ is configured: 65,536 ranks whose blocks are not swept yet, 2^27 nodes, 2^29 blo
 cimport cython
 
 from collections import deque
+from collections.abc import ItemsView, KeysView, Mapping, ValuesView
 
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
 from cpython.ref cimport PyObject
@@ -57,6 +58,7 @@ cdef extern from *:
     """
     uint64_t XXH3_64bits_withSeed(const void* data, size_t length, uint64_t seed) noexcept nogil
     int kvd_u64(PyObject* value, uint64_t* out) except -1
+    bint kvd_is_u64(PyObject* value, uint64_t* out) noexcept
     Py_ssize_t kvd_pack_u32(PyObject** tokens, Py_ssize_t count, uint32_t* out, uint32_t* highest) noexcept
     uint32_t popcount "kvd_popcount"(uint64_t x) noexcept nogil
     uint32_t trailing_zeros "kvd_trailing"(uint64_t x) noexcept nogil
@@ -115,7 +117,14 @@ cdef class NativeIndex:
     cdef object graveyard
     cdef list free_slots
     cdef uint32_t slots
-    cdef object handles
+    cdef uint64_t handles
+    cdef Table slot_of  # handle → slot
+
+    def __cinit__(self):
+        table_begin(&self.slot_of)
+
+    def __dealloc__(self):
+        free(self.slot_of.slots)
 
     def __init__(self, *, max_blocks=DEFAULT_MAX_BLOCKS, budget=None):
         self.tree = Tree()
@@ -132,8 +141,12 @@ cdef class NativeIndex:
     # --- ranks ---
 
     def add_rank(self, *, block_size=None, scheme=None, bounds=None, single_copies=False):
+        if self.handles == 0xFFFFFFFE:
+            raise OverflowError(f"{self.handles} ranks were added to this index: no handles are left")
+        cdef Rank rank = self._rank(block_size, scheme, bounds or Bounds(), single_copies)
         self.handles += 1
-        self.ranks[self.handles] = self._rank(block_size, scheme, bounds or Bounds(), single_copies)
+        table_put(&self.slot_of, <uint32_t>self.handles, rank.slot)
+        self.ranks[self.handles] = rank
         return self.handles
 
     cdef Rank _rank(self, object block_size, object scheme, object bounds, bint single_copies):
@@ -152,12 +165,16 @@ cdef class NativeIndex:
         return rank
 
     def remove_rank(self, rank):
-        self.graveyard.append(self.ranks.pop(rank))
+        cdef Rank old = self.ranks.pop(rank)
+        table_drop(&self.slot_of, rank, old.slot)
+        self.graveyard.append(old)
 
     def clear_rank(self, rank):
         cdef Rank old = self.ranks[rank]
         cdef Rank new = self._rank(old.registered_size, old.registered_scheme, old.bounds, old.single_copies)
         new.counters = old.counters
+        table_drop(&self.slot_of, rank, old.slot)
+        table_put(&self.slot_of, rank, new.slot)
         self.ranks[rank] = new
         self.graveyard.append(old)
 
@@ -228,7 +245,7 @@ cdef class NativeIndex:
         return own.live - own.remembered
 
     def match(self, keys, ranks):
-        return self.search.match(keys, ranks, self.ranks, self.slots)
+        return self.search.match(keys, ranks, self.ranks, &self.slot_of, self.slots)
 
     def statistics(self):
         cdef Rank rank

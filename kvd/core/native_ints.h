@@ -30,6 +30,13 @@ static inline int kvd_u64(PyObject *value, uint64_t *out) {
     return *out == (uint64_t)-1 && PyErr_Occurred() ? -1 : 0;
 }
 
+/* The same, where anything else is no error: 1 or 0. */
+static inline int kvd_is_u64(PyObject *value, uint64_t *out) {
+    if (kvd_u64(value, out) == 0) return 1;
+    PyErr_Clear();
+    return 0;
+}
+
 /* Token ids as u32 words. Returns how many were packed: fewer than `count` if the next one is not an int below 2^32. */
 static inline Py_ssize_t kvd_pack_u32(PyObject *const *tokens, Py_ssize_t count, uint32_t *out, uint32_t *highest) {
     uint32_t high = 0;

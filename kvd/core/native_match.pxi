@@ -6,6 +6,106 @@ cdef enum:
     INDEXED = 2  # anything else with len() and []
 
 
+cdef inline uint32_t slot_of_handle(const Table* slots, PyObject* handle) except? 0xFFFFFFFF:
+    """KeyError for a handle that is not there. O(1)."""
+    cdef uint64_t wanted
+    cdef uint32_t at
+    if slots.slots != NULL and kvd_is_u64(handle, &wanted):
+        at = <uint32_t>wanted & slots.mask
+        while slots.slots[at] != VACANT:
+            if slots.slots[at] >> 32 == wanted:
+                return <uint32_t>slots.slots[at]
+            at = (at + 1) & slots.mask
+    raise KeyError(<object>handle)
+
+
+@cython.final
+cdef class Reaches:
+    """What a match found: handle → :class:`Reach`, for those that hold at least the first block somewhere.
+
+    A mapping whose values are made as they are asked for; ``rows`` and ``device`` hand all out at once.
+    """
+
+    cdef list handles
+    cdef Py_ssize_t count
+    cdef int32_t* rows  # of five: blocks by tier, usable ones
+    cdef dict places
+
+    def __cinit__(self, list handles):
+        self.handles = handles
+        self.count = len(handles)
+        self.rows = <int32_t*>calloc(self.count or 1, 5 * sizeof(int32_t))
+        if self.rows == NULL:
+            raise MemoryError("no memory for an answer")
+
+    def __dealloc__(self):
+        free(self.rows)
+
+    cdef bint is_found(self, Py_ssize_t i) noexcept nogil:
+        cdef const int32_t* row = &self.rows[5 * i]
+        return (row[0] | row[1] | row[2] | row[3]) != 0
+
+    cdef object reach(self, Py_ssize_t i):
+        cdef const int32_t* row = &self.rows[5 * i]
+        return Reach((row[0], row[1], row[2], row[3]), row[4])
+
+    cdef Py_ssize_t place(self, object handle) except -2:
+        if self.places is None:
+            self.places = {each: i for i, each in enumerate(self.handles)}
+        cdef object found = self.places.get(handle)
+        return -1 if found is None or not self.is_found(found) else found
+
+    def __len__(self):
+        return sum(1 for _ in self)
+
+    def __iter__(self):
+        return iter(dict.fromkeys([self.handles[i] for i in range(self.count) if self.is_found(i)]))
+
+    def __contains__(self, handle):
+        return self.place(handle) >= 0
+
+    def __getitem__(self, handle):
+        cdef Py_ssize_t i = self.place(handle)
+        if i < 0:
+            raise KeyError(handle)
+        return self.reach(i)
+
+    def get(self, handle, default=None):
+        cdef Py_ssize_t i = self.place(handle)
+        return default if i < 0 else self.reach(i)
+
+    def keys(self):
+        return KeysView(self)
+
+    def items(self):
+        return ItemsView(self)
+
+    def values(self):
+        return ValuesView(self)
+
+    def __eq__(self, other):
+        return dict(self) == dict(other) if isinstance(other, Mapping) else NotImplemented
+
+    def __repr__(self):
+        return f"Reaches({dict(self)!r})"
+
+    def packed(self):
+        """Five int32 a rank asked about, in the order of the question: blocks by tier, cumulative, and usable ones."""
+        return PyBytes_FromStringAndSize(<char*>self.rows, self.count * 5 * sizeof(int32_t))
+
+    def device(self):
+        """Handle → blocks on the device, for all that are in the mapping. O(ranks)."""
+        cdef dict found = {}
+        cdef Py_ssize_t i
+        for i in range(self.count):
+            if self.is_found(i):
+                found[self.handles[i]] = self.rows[5 * i]
+        return found
+
+
+Mapping.register(Reaches)
+
+
 @cython.final
 cdef class Search:
     """The state of one match; its memory is kept between matches."""
@@ -24,11 +124,13 @@ cdef class Search:
     cdef char* block
     cdef Py_ssize_t block_room
     # the search
+    cdef Py_ssize_t looked  # where it looked last, and at which node
+    cdef uint32_t node
     cdef uint64_t* among
     cdef uint64_t* ranks  # still covered
     cdef uint64_t* spread
-    cdef uint32_t words
-    cdef uint32_t same  # bit l: wherever this search looked, levels l and l + 1 were covered by the same ranks
+    cdef uint32_t words, left  # how many are in ``ranks``
+    cdef uint32_t alike  # bit l: wherever this search looked, levels l and l + 1 were covered by the same ranks
     cdef int32_t* reached  # by slot and level
     cdef uint32_t slots
     cdef uint32_t* slot_of  # by position among the ranks asked about
@@ -71,19 +173,13 @@ cdef class Search:
 
     cdef bint key_at(self, Py_ssize_t i, uint64_t* key) except -1:
         """The i-th key; False if it is no 64-bit number, which then no node has. O(1), or O(blocks not hashed yet)."""
-        cdef PyObject* item
         if self.kind == LAZY:
             if i >= self.hashed:
                 self.hash_to(i)
             key[0] = self.keys[i]
             return True
         if self.kind == LISTED:
-            item = PySequence_Fast_ITEMS(self.sequence)[i]
-            try:
-                kvd_u64(item, key)
-            except (OverflowError, TypeError):
-                return False
-            return True
+            return kvd_is_u64(PySequence_Fast_ITEMS(self.sequence)[i], key)
         try:
             key[0] = self.sequence[i]
         except OverflowError:
@@ -158,14 +254,21 @@ cdef class Search:
         cdef int j
         if not self.key_at(i, &key):
             return 0
-        node = self.tree.find(key)
+        node = NONE
+        if i == self.looked + 1 and self.node != NONE:  # mostly the only child of what was looked at last
+            node = self.tree.at(self.node).child
+            if node != NONE and self.tree.at(node).key != key:
+                node = NONE
+        if node == NONE:
+            node = self.tree.find(key)
+        self.looked, self.node = i, node
         if node == NONE:
             return 0
         p = self.tree.sets.profile(self.tree.at(node).profile)
         if not p.level:
             for j in range(3):
                 if p.sets[4 + j] != p.sets[5 + j]:
-                    self.same &= ~(<uint32_t>1 << j)
+                    self.alike &= ~(<uint32_t>1 << j)
         return p.sets[4 + level]
 
     cdef const uint64_t* bitmap(self, uint32_t set_) noexcept nogil:
@@ -188,7 +291,7 @@ cdef class Search:
         """Whether the set has all of ``ranks``."""
         cdef const uint64_t* words
         cdef uint32_t i
-        if set_ == 0:
+        if self.tree.sets.at(set_).count < self.left:
             return False
         words = self.bitmap(set_)
         for i in range(self.words):
@@ -198,52 +301,75 @@ cdef class Search:
 
     cdef int run(self, int level) except -1:
         """Find the reach at one level of the ranks in ``among``. Cost: distinct reaches × log(blocks) probes."""
-        cdef Py_ssize_t index = 0, last
-        cdef uint32_t here, next_, i, slot
+        cdef Py_ssize_t index = 0, last, length = 0
+        cdef uint32_t here, beyond, i, first = 0, end = self.words
         cdef uint64_t gone
+        cdef uint64_t* ranks = self.ranks
+        cdef int32_t* reached = self.reached + level
         cdef const uint64_t* words
-        cdef bint left = False
+        self.looked, self.node = -2, NONE
         here = self.covered(0, level)
         words = self.bitmap(here)
-        for i in range(self.words):
-            self.ranks[i] = self.among[i] & words[i]
-            left = left or self.ranks[i] != 0
-        while left:
-            last = self.same_until(level, index, &here)
-            next_ = self.covered(last + 1, level) if last + 1 < self.end else 0
-            words = self.bitmap(next_)
-            left = False
-            for i in range(self.words):
-                gone = self.ranks[i] & ~words[i]
-                self.ranks[i] &= words[i]
-                left = left or self.ranks[i] != 0
+        self.left = 0
+        for i in range(end):
+            ranks[i] = self.among[i] & words[i]
+            self.left += popcount(ranks[i])
+        while self.left:
+            last = self.same_until(level, index, length, &here, &beyond)
+            words = self.bitmap(beyond)
+            while ranks[first] == 0:  # words without ranks at both ends are not looked at again
+                first += 1
+            while ranks[end - 1] == 0:
+                end -= 1
+            for i in range(first, end):
+                gone = ranks[i] & ~words[i]
+                if gone:
+                    ranks[i] ^= gone
+                    self.left -= popcount(gone)
                 while gone:
-                    slot = i * 64 + trailing_zeros(gone)
-                    self.reached[4 * slot + level] = <int32_t>(last + 1)
+                    reached[4 * (i * 64 + trailing_zeros(gone))] = <int32_t>(last + 1)
                     gone &= gone - 1
-            index, here = last + 1, next_
+            length = last + 1 - index
+            index, here = last + 1, beyond
         return 0
 
-    cdef Py_ssize_t same_until(self, int level, Py_ssize_t index, uint32_t* here) except -1:
-        """The last position whose covered set still has all of ``ranks``, which ``index`` has."""
-        cdef Py_ssize_t low = index, step = 1, high, middle
+    cdef bint same(self, uint32_t here, uint32_t there) noexcept nogil:
+        return there == here or self.has_all(there)
+
+    cdef Py_ssize_t same_until(
+        self, int level, Py_ssize_t index, Py_ssize_t guess, uint32_t* here, uint32_t* beyond
+    ) except -1:
+        """The last position whose covered set still has all of ``ranks``, which ``index`` has; ``here`` is that set
+        then, and ``beyond`` the next position's.
+
+        ``guess``: how many positions that may be: reaches often lie evenly, and then two probes find one.
+        """
+        cdef Py_ssize_t low = index, high = self.end, step = 1, middle
         cdef uint32_t there
-        while low + step < self.end:
-            there = self.covered(low + step, level)
-            if there != here[0] and not self.has_all(there):
-                break
-            here[0] = there
-            low += step
-            step *= 2
-        high = min(low + step, self.end)
+        beyond[0] = 0
+        if guess > 1 and index + guess <= high:
+            middle = index + guess - 1
+            there = self.covered(middle, level)
+            if self.same(here[0], there):
+                here[0], low = there, middle
+            else:
+                beyond[0], high = there, middle
+        if high == self.end:
+            while low + step < self.end:
+                there = self.covered(low + step, level)
+                if not self.same(here[0], there):
+                    beyond[0], high = there, low + step
+                    break
+                here[0] = there
+                low += step
+                step *= 2
         while high - low > 1:
             middle = (low + high) // 2
             there = self.covered(middle, level)
-            if there == here[0] or self.has_all(there):
-                here[0] = there
-                low = middle
+            if self.same(here[0], there):
+                here[0], low = there, middle
             else:
-                high = middle
+                beyond[0], high = there, middle
         return low
 
     # --- the match ---
@@ -264,66 +390,66 @@ cdef class Search:
         memset(self.among, 0, <size_t>words * 8)
         return 0
 
-    cdef dict match(self, object keys, object asked, dict ranks, uint32_t slots):
-        """The reach of each rank in ``asked``; those that hold not even the first block anywhere are left out."""
-        cdef list handles = list(asked)
-        cdef Py_ssize_t count = len(handles), i
-        cdef uint32_t slot, done
-        cdef int level = 0
-        self.room_for(slots, count)
+    cdef Reaches match(self, object keys, object asked, dict ranks, Table* slots, uint32_t count_of_slots):
+        """The reach of each rank in ``asked``. ``slots``: handles to slots."""
+        cdef Reaches found = Reaches(list(asked))
+        cdef Py_ssize_t count = found.count, i
+        cdef uint32_t slot
+        cdef int[4] source  # by level: the one whose search found it as well
+        cdef uint32_t* slot_of
+        cdef int32_t* reached
+        cdef int level = 0, searched
+        self.room_for(count_of_slots, count)
+        slot_of = self.slot_of
         for i in range(count):
-            slot = self.slot_of[i] = (<Rank>ranks[handles[i]]).slot
+            slot = slot_of_handle(slots, PySequence_Fast_ITEMS(found.handles)[i])
+            slot_of[i] = slot
             self.among[slot >> 6] |= <uint64_t>1 << (slot & 63)
-            memset(&self.reached[slot * 4], 0, 4 * sizeof(int32_t))
+            reached = self.reached + 4 * slot
+            reached[0] = reached[1] = reached[2] = reached[3] = 0
         self.open(keys)
         try:
             if self.end == 0 or count == 0:
-                return {}
+                return found
             while level < 4:
-                self.same = 7
+                self.alike = 7
                 self.run(level)
-                done = self.same
+                source[level] = searched = level
                 level += 1
-                while level < 4 and done >> (level - 1) & 1:
-                    for i in range(count):
-                        slot = self.slot_of[i]
-                        self.reached[slot * 4 + level] = self.reached[slot * 4 + level - 1]
+                while level < 4 and self.alike >> (level - 1) & 1:
+                    source[level] = searched
                     level += 1
-            return self.reaches(handles, ranks)
+            self.fill(found, ranks, source)
+            return found
         finally:
             self.close()
 
-    cdef dict reaches(self, list handles, dict ranks):
-        cdef dict found = {}
+    cdef int fill(self, Reaches found, dict ranks, const int* source) except -1:
         cdef Py_ssize_t i
         cdef const int32_t* blocks
-        cdef const int32_t* last = NULL
-        cdef object reach = None
-        for i in range(len(handles)):
+        cdef int32_t* row = found.rows
+        cdef Rank rank
+        for i in range(found.count):
             blocks = &self.reached[self.slot_of[i] * 4]
-            if not (blocks[0] | blocks[1] | blocks[2] | blocks[3]):
-                continue
-            if self.special and (<Rank>ranks[handles[i]]).special:
-                found[handles[i]] = self.reach_of(<Rank>ranks[handles[i]], blocks)
-                continue
-            if last == NULL or memcmp(last, blocks, 16) != 0:
-                reach = Reach((blocks[0], blocks[1], blocks[2], blocks[3]), blocks[0])
-                last = blocks
-            found[handles[i]] = reach
-        return found
+            row[0], row[1], row[2], row[3] = blocks[0], blocks[source[1]], blocks[source[2]], blocks[source[3]]
+            row[4] = row[0]
+            if self.special and row[0] | row[1] | row[2] | row[3]:
+                rank = ranks[found.handles[i]]
+                if rank.special:
+                    self.judge(rank, row)
+            row += 5
+        return 0
 
-    cdef object reach_of(self, Rank rank, const int32_t* blocks):
-        """The reach of a rank whose offloaded chunks or further groups have a say."""
-        cdef Py_ssize_t device = blocks[0], host = blocks[1], disk = blocks[2], external = blocks[3], usable = device
-        cdef list path
+    cdef int judge(self, Rank rank, int32_t* row) except -1:
+        """Offloaded chunks or further groups have a say in what the rank can use."""
+        cdef Py_ssize_t device = row[0]
+        cdef int level
         if rank.chunked:
-            host = rank.whole(self.path(rank, host), device)
-            disk = rank.whole(self.path(rank, disk), device)
-            external = rank.whole(self.path(rank, external), device)
+            for level in range(1, 4):
+                row[level] = <int32_t>rank.whole(self.path(rank, row[level]), device)
         if rank.groups.tracked:
-            path = self.path(rank, device)
-            usable = rank.usable(path)
-        return Reach((device, host, disk, external), usable)
+            row[4] = <int32_t>rank.usable(self.path(rank, device))
+        return 0
 
     cdef list path(self, Rank rank, Py_ssize_t length):
         """The nodes of the first keys, up to one that the rank does not name: then they are no chain. O(length)."""

@@ -179,7 +179,8 @@ class ReferenceIndex:
                     bit = mask & -mask
                     mask ^= bit
                     reached.setdefault(by_place[bit], [0, 0, 0, 0])[level] = blocks
-        return {rank: self._reach(rank, keys, blocks) for rank, blocks in reached.items()}
+        reaches = {rank: self._reach(rank, keys, blocks) for rank, blocks in reached.items()}
+        return {rank: reach for rank, reach in reaches.items() if any(reach.tiers)}
 
     def _reach(self, rank: int, keys: KeySequence, blocks: list[int]) -> Reach:
         device, host, disk, external = blocks

@@ -225,9 +225,14 @@ cdef class Tree:
         """The rank now holds the node on ``tier`` (4: nowhere), and names it or not. O(1), plus what is covered below."""
         cdef Node* node = self.at(id_)
         cdef uint32_t held = (0xF << tier) & 0xF
-        cdef uint32_t above = 0xF if node.parent == NONE else self.bits(node.parent, rank.slot) >> 4 & 0xF
-        cdef uint32_t flipped = self.say(id_, rank, held | (held & above) << 4 | (<uint32_t>named << NAMED))
-        if flipped & 0xF0 and node.child != NONE:
+        cdef uint32_t covered = held, below = NONE, flipped
+        if held and node.parent != NONE:
+            covered = held & self.bits(node.parent, rank.slot) >> 4
+        if node.child == self.last_node and rank.slot == self.last_slot and node.child != NONE:
+            if self.at(node.child).after == NONE:  # removals come child first: what it says is known
+                below = self.last_bits
+        flipped = self.say(id_, rank, held | covered << 4 | (<uint32_t>named << NAMED))
+        if flipped & 0xF0 and node.child != NONE and (below == NONE or (below & covered) != (below >> 4 & 0xF)):
             self.cover_below(id_, rank, flipped >> 4 & 0xF)
         return 0
 

@@ -10,10 +10,7 @@ from __future__ import annotations
 
 import gc
 import json
-import os
-import platform
 import random
-import statistics
 import subprocess
 import sys
 import time
@@ -24,7 +21,9 @@ from typing import Any
 
 import msgspec
 
+from bench import figure
 from bench.core_peer import CHAIN, chain, p50, resident
+from bench.environment import Machine, machine
 from kvd.core import IMPLEMENTATIONS, Index
 from kvd.core.tree import KeySequence
 from protocols.events import Removed, Stored
@@ -35,32 +34,10 @@ SIZE = 16
 TOKENS = [random.Random(1).randrange(150_000) for _ in range(8192 * SIZE)]
 
 
-class Figure(msgspec.Struct, frozen=True, kw_only=True):
-    """One row: ``ratio`` is the other side's cost over the compiled core's, ``low`` and ``high`` its quartiles.
+class Figure(figure.Figure, frozen=True, kw_only=True):
+    """A row, and against whom; a bound is asked for only against the peer."""
 
-    ``native`` and ``other``: medians, in ``unit``. ``must`` and ``aim``: the ratio that is asked for against the peer.
-    """
-
-    name: str
     other_side: str
-    ratio: float
-    low: float
-    high: float
-    native: float
-    other: float
-    unit: str
-    must: float | None = None
-    aim: float | None = None
-    meets_must: bool | None = None
-
-
-class Machine(msgspec.Struct, frozen=True):
-    """Where it was measured."""
-
-    cpu: str
-    cores: int
-    python: str
-    load: tuple[float, float, float]
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -214,7 +191,7 @@ def measure(*, peer: Path | None, quick: bool = False, reference: bool = True) -
         others.append(Peer(peer))
     gc.freeze()
     rows = [row for other in others for row in _rows(native, other, quick)]
-    return Report(_machine(), rows)
+    return Report(machine(), rows)
 
 
 def _rows(native: Own, other: Any, quick: bool) -> list[Figure]:
@@ -267,16 +244,10 @@ def _match_rows(native: Own, other: Any, blocks: int, workers: int, pairs: int) 
     return rows
 
 
-def _figure(name: str, other: Any, both: Sequence[tuple[float, ...]], unit: str, must: float, aim: float) -> Figure:
-    found = sorted(theirs / ours for ours, theirs in both)
-    low, ratio, high = statistics.quantiles(found, n=4) if len(found) > 1 else found * 3
-    against_peer = other.name == "peer"
-    return Figure(
-        name=name, other_side=other.name, ratio=ratio, low=low, high=high, unit=unit,
-        native=statistics.median(a for a, _ in both), other=statistics.median(b for _, b in both),
-        must=must if against_peer else None, aim=aim if against_peer else None,
-        meets_must=ratio >= must if against_peer else None,
-    )  # fmt: skip
+def _figure(name: str, other: Any, both: Sequence[tuple[float, float]], unit: str, must: float, aim: float) -> Figure:
+    asked = {"must": must, "aim": aim} if other.name == "peer" else {}
+    row = figure.figure(name, both, unit, **asked)
+    return Figure(other_side=other.name, **msgspec.structs.asdict(row))
 
 
 def growth(blocks: int = 8192, workers: int = 512) -> list[tuple[int, float]]:
@@ -292,22 +263,6 @@ def growth(blocks: int = 8192, workers: int = 512) -> list[tuple[int, float]]:
 
 def text(report: Report) -> str:
     """The rows as lines."""
-    machine = report.machine
-    lines = [f"{machine.cpu}, {machine.cores} cores, Python {machine.python}, load {machine.load[0]:.1f}"]
-    for row in report.rows:
-        asked = (
-            "" if row.must is None else f"; must {row.must:g}, aim {row.aim:g}{'' if row.meets_must else ': MISSED'}"
-        )
-        lines.append(
-            f"{row.other_side:>9}  {row.name}: {row.ratio:.1f}x ({row.low:.1f}–{row.high:.1f}), "
-            f"{row.native:.3g} against {row.other:.3g} {row.unit}{asked}"
-        )
-    return "\n".join(lines) + "\n"
-
-
-def _machine() -> Machine:
-    cpu = platform.processor()
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        cpu = next((x.split(":")[1].strip() for x in info.read_text().splitlines() if x.startswith("model name")), cpu)
-    return Machine(cpu, os.cpu_count() or 0, platform.python_version(), os.getloadavg())
+    where = report.machine
+    head = f"{where.cpu}, {where.cores} cores, Python {where.python}, load {where.load[0]:.1f}\n"
+    return head + "".join(f"{row.other_side:>9}  {figure.text([row])}" for row in report.rows)

@@ -22,9 +22,6 @@ class Reaches(Mapping[int, Reach]):
     def packed(self) -> bytes:
         """Five int32 a rank asked about, in the order of the question: blocks by tier, cumulative, and usable ones."""
 
-    def device(self) -> dict[int, int]:
-        """Handle → blocks on the device, for all that are in the mapping. O(ranks)."""
-
 class NativeImporter:
     """Takes the parts of one rank, in order, into an empty one."""
 

@@ -159,12 +159,12 @@ class Fleet:
 
         Blocks that nothing links to go first, then whole streams, the least recently heard one first.
         """
-        others = [member for member in self.members.values() if member.index is besides.index]
+        sharing = [member for member in self.members.values() if member.index is besides.index]
         given_up = besides.index.forget_unlinked(EVICTION)
-        for member in others:
+        for member in sharing:
             if member.handle in given_up or member.shadow in given_up:
                 member.stream.handle(Refused("unlinked_dropped"), now)
-        return bool(given_up) or self._evict_stream([member for member in others if member is not besides], now)
+        return bool(given_up) or self._evict_stream([member for member in sharing if member is not besides], now)
 
     def _evict_stream(self, members: list[Member], now: float) -> bool:
         """The least recently heard of these streams that hold anything gives up all it holds."""

@@ -23,7 +23,7 @@ cdef inline uint32_t slot_of_handle(const Table* slots, PyObject* handle) except
 cdef class Reaches:
     """What a match found: handle → :class:`Reach`, for those that hold at least the first block somewhere.
 
-    A mapping whose values are made as they are asked for; ``rows`` and ``device`` hand all out at once.
+    A mapping whose values are made as they are asked for; ``packed`` hands all out at once.
     """
 
     cdef list handles
@@ -92,15 +92,6 @@ cdef class Reaches:
     def packed(self):
         """Five int32 a rank asked about, in the order of the question: blocks by tier, cumulative, and usable ones."""
         return PyBytes_FromStringAndSize(<char*>self.rows, self.count * 5 * sizeof(int32_t))
-
-    def device(self):
-        """Handle → blocks on the device, for all that are in the mapping. O(ranks)."""
-        cdef dict found = {}
-        cdef Py_ssize_t i
-        for i in range(self.count):
-            if self.is_found(i):
-                found[self.handles[i]] = self.rows[5 * i]
-        return found
 
 
 Mapping.register(Reaches)

@@ -137,7 +137,7 @@ class ReferenceIndex:
             lacking -= residency.forget_remembered(lacking)
 
     def forget_unlinked(self, limit: int) -> dict[int, int]:
-        """Give up at most ``limit`` blocks whose parent was never announced, each rank's oldest first; how many
+        """Give up at most ``limit`` blocks whose parent was never announced, oldest first; how many by rank.
 
         They are in nobody's answer yet, but a parent may still come: their streams are no longer complete.
         """

@@ -29,15 +29,25 @@ def told() -> Iterator[None]:
     """Turn this project's errors into one line and the documented exit code."""
     try:
         yield
-    except Unreachable as error:
-        fail(str(error), UNREACHABLE)
-    except (ConfigError, FleetError) as error:
-        fail(str(error), BAD_CONFIG)
-    except PlanError as error:
-        fail(str(error), USAGE)
-    except RequestError as error:
-        fail(str(error), USAGE if error.code.startswith(("bad_", "unknown_")) else NEGATIVE)
-    except KvdError as error:
-        fail(str(error), NEGATIVE)
-    except OSError as error:
-        fail(str(error), USAGE)
+    except (KvdError, FleetError, OSError, ExceptionGroup) as error:
+        cause = _cause(error)
+        if cause is None:
+            raise
+        fail(str(cause), _code(cause))
+
+
+def _cause(error: Exception) -> Exception | None:
+    """The one error inside what task groups made of it; None if it is not for people, or they are several."""
+    while isinstance(error, ExceptionGroup) and len(error.exceptions) == 1:
+        error = error.exceptions[0]
+    return error if isinstance(error, (KvdError, FleetError, OSError)) else None
+
+
+def _code(error: Exception) -> int:
+    if isinstance(error, Unreachable):
+        return UNREACHABLE
+    if isinstance(error, (ConfigError, FleetError)):
+        return BAD_CONFIG
+    if isinstance(error, RequestError):
+        return USAGE if error.code.startswith(("bad_", "unknown_")) else NEGATIVE
+    return USAGE if isinstance(error, (PlanError, OSError)) else NEGATIVE

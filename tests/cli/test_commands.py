@@ -145,3 +145,12 @@ def test_sigterm_stops_the_daemon_cleanly(tmp_path: Path) -> None:
     with Daemon(tmp_path) as daemon:
         assert daemon.stop() == 0
     assert not (tmp_path / "kvd.sock").exists()
+
+
+def test_an_endpoint_that_cannot_be_served_is_one_line_and_a_configuration_error(tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("not a socket")
+    command = [sys.executable, "-m", "kvd", "serve", "--endpoint", f"ipc://{tmp_path}/taken"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 78
+    assert done.stderr.count("\n") == 1
+    assert "is not a socket" in done.stderr

@@ -22,6 +22,11 @@ class Slowest(NamedTuple):
     wall: float
     name: str
 
+    @property
+    def wait(self) -> float:
+        """Seconds on the clock in which its thread did nothing."""
+        return self.wall - self.cpu
+
 
 def busy_loop() -> int:
     """A fixed piece of work in plain Python, about a millisecond on today's machines."""
@@ -50,7 +55,7 @@ class LoopWatch:
         self.unit = calibrate()
         self.callbacks = 0
         self.lateness = 0.0
-        self.by_cpu = self.by_wall = Slowest(0.0, 0.0, "none")
+        self.by_cpu = self.by_wait = Slowest(0.0, 0.0, "none")
         self._run = asyncio.events.Handle._run
         self._thread = threading.get_ident()
         self._stop = threading.Event()
@@ -87,17 +92,22 @@ class LoopWatch:
         self.callbacks += 1
         if cpu > self.by_cpu.cpu:
             self.by_cpu = Slowest(cpu, wall, repr(handle))
-        if wall > self.by_wall.wall:
-            self.by_wall = Slowest(cpu, wall, repr(handle))
+        if wall - cpu > self.by_wait.wait:
+            self.by_wait = Slowest(cpu, wall, repr(handle))
+
+    def bounds(self, units: float = 60.0) -> tuple[float, float]:
+        """Seconds a callback may work, and may wait. ``units``: how many busy loops one callback may take."""
+        work = units * max(self.unit, calibrate())
+        return work, work + 3 * self.lateness
 
     def faults(self, units: float = 60.0) -> list[str]:
         """The callbacks that blocked, in words. ``units``: how many busy loops one callback may take."""
-        bound = units * max(self.unit, calibrate())
+        work, wait = self.bounds(units)
         found = []
-        if self.by_cpu.cpu > bound:
-            found.append(f"{self.by_cpu} worked longer than {bound:.4f} s")
-        if self.by_wall.wall - self.by_wall.cpu > bound + 3 * self.lateness:
-            found.append(f"{self.by_wall} waited longer than {bound:.4f} s, the machine being late by {self.lateness}")
+        if self.by_cpu.cpu > work:
+            found.append(f"{self.by_cpu} worked longer than {work:.4f} s")
+        if self.by_wait.wait > wait:
+            found.append(f"{self.by_wait} waited longer than {wait:.4f} s, the machine being late by {self.lateness}")
         return found
 
     def assert_free(self, units: float = 60.0) -> None:

@@ -183,7 +183,7 @@ async def test_the_detector_sees_work_and_waiting(loop_watch: LoopWatch) -> None
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     assert "worked longer" in loop_watch.faults()[0]
-    loop.call_soon(time.sleep, 0.5)
+    loop.call_soon(time.sleep, 2 * loop_watch.bounds()[1])
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     assert any("waited longer" in fault for fault in loop_watch.faults())
